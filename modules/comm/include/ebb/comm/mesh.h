@@ -1,0 +1,37 @@
+#pragma once
+
+#include "ebb/comm/communicator.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace ebb::comm {
+
+/// Ranks arranged along named axes. One axis ("shard") today; two ("replicate", "shard") for hybrid sharding.
+///
+/// Rank r of the world sits at (r / shard, r % shard): ranks of one shard group are neighbours, so that they share a
+/// host where a host has as many.
+class Mesh {
+ public:
+  /// One axis over all ranks of `world`.
+  explicit Mesh(std::shared_ptr<Communicator> world);
+
+  /// Two axes; replicate x shard must equal world->size(). Collective: makes the groups of both axes.
+  static Mesh replicate_by_shard(std::shared_ptr<Communicator> world, int replicate, int shard);
+
+  const std::vector<std::string>& axes() const;
+  bool has_axis(const std::string& axis) const;
+  /// The group of this rank along `axis`.
+  /// @throws ValueError when there is no such axis; lists those there are.
+  const std::shared_ptr<Communicator>& axis(const std::string& axis) const;
+  const std::shared_ptr<Communicator>& world() const;
+
+ private:
+  Mesh() = default;
+  std::shared_ptr<Communicator> world_;
+  std::vector<std::string> axes_;
+  std::vector<std::shared_ptr<Communicator>> groups_;
+};
+
+} // namespace ebb::comm

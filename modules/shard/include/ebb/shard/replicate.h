@@ -1,0 +1,65 @@
+#pragma once
+
+#include "ebb/comm/mesh.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torch::nn {
+class Module;
+}
+namespace torch::jit {
+struct Module;
+}
+
+namespace ebb::shard {
+
+class Reducer;
+
+struct ReplicateOptions {
+  comm::Mesh mesh;
+  std::int64_t bucket_bytes = 25 * 1024 * 1024; ///< Gradients are reduced in buckets of about this size.
+  std::int64_t first_bucket_bytes = 1024 * 1024; ///< The first is smaller, so that communication starts early.
+  bool sync_module_states = true; ///< Copy rank 0's parameters and buffers to all ranks first.
+};
+
+/// A model replicated on every rank, whose gradients are averaged during backward (PyTorch DDP).
+class ReplicatedModel {
+ public:
+  explicit ReplicatedModel(std::shared_ptr<Reducer> reducer);
+  /// The model's own parameters.
+  std::vector<std::pair<std::string, at::Tensor>> named_parameters() const;
+  std::vector<at::Tensor> parameters() const;
+  /// As torch::nn::utils::clip_grad_norm_: gradients are equal on all ranks, so nothing is communicated.
+  double clip_grad_norm_(double max_norm, double norm_type = 2.0);
+  void zero_grad(bool set_to_none = true);
+  std::string explain() const;
+  /// After an exception in a step: drops what it left behind.
+  void reset();
+
+ private:
+  std::shared_ptr<Reducer> reducer_;
+};
+
+/// Keeps the whole model on each rank and averages gradients over the mesh while backward runs, bucket by bucket in an
+/// order agreed beforehand. Collective.
+ReplicatedModel replicate(torch::nn::Module& model, ReplicateOptions options);
+ReplicatedModel replicate(torch::jit::Module& model, ReplicateOptions options);
+
+template <class Holder>
+  requires requires(Holder& holder) { holder.ptr(); }
+ReplicatedModel replicate(Holder& holder, ReplicateOptions options) {
+  return replicate(static_cast<torch::nn::Module&>(*holder.ptr()), std::move(options));
+}
+
+} // namespace ebb::shard
+
+namespace ebb {
+using shard::replicate;
+using shard::ReplicatedModel;
+} // namespace ebb

@@ -1,0 +1,2 @@
+// Compiled by the tests Build.ArrowByInclude.*, never linked.
+#include "ebb/comm/work.h"

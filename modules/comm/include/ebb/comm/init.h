@@ -21,15 +21,20 @@ struct LaunchEnvironment {
   int local_rank = 0;
   int local_world_size = 1;
   std::string launcher = "none"; ///< "ebb", "torchrun", "srun", "mpirun", "none"
-  std::string master_addr; ///< Host of the store; empty with a rendezvous file.
+  std::string master_addr; ///< Host name or address of the store.
   int master_port = 0;
-  std::string rendezvous_file; ///< For local ranks: a file in a folder that only this user can read.
-  std::string token; ///< A rank without it is refused.
+  bool store_is_up = false; ///< The launcher hosts the store (--nproc, torchrun's agent); otherwise rank 0 does.
+  std::string attempt = "0"; ///< Which start of the job this is, where the launcher restarts ranks on the same store.
+  std::string token; ///< A rank with another one is refused.
 };
 
-/// Reads RANK, WORLD_SIZE, ... (torchrun), SLURM_* (srun), OMPI_*/PMI_* (mpirun) or EBB_* (--nproc). A plain start gives
-/// a world of one.
-/// @throws ValueError when the variables contradict each other; names them.
+/// Reads EBB_* (--nproc), RANK, WORLD_SIZE, ... (torchrun), OMPI_* (mpirun), SLURM_* (srun) or PMI_* (mpirun), in this
+/// order: the innermost launcher counts. A plain start gives a world of one, and so does a batch script that Slurm runs
+/// without srun.
+///
+/// MASTER_ADDR and MASTER_PORT are taken where they are set; otherwise srun's come from the node list and the job's id,
+/// and ranks of mpirun that share one host meet on loopback. EBB_TOKEN sets the token; otherwise it is the job's id.
+/// @throws ValueError when the variables contradict each other or are not numbers; names them and their values.
 LaunchEnvironment launch_environment();
 
 struct GroupOptions {
@@ -38,11 +43,19 @@ struct GroupOptions {
   std::chrono::milliseconds heartbeat = std::chrono::seconds(2); ///< Between signs of life.
   std::chrono::milliseconds dead_after = std::chrono::seconds(20); ///< Without a sign of life.
   std::chrono::milliseconds warn_after = std::chrono::seconds(30); ///< Waiting for a live peer.
+  std::string address = "127.0.0.1"; ///< Of this host, where peers reach it. init() sets it from the environment.
   bool same_host_reads = true; ///< Gloo: let ranks of one host read each other's memory instead of sockets.
 };
 
-/// The group of all ranks of `environment`. Collective. The group lives as long as the last pointer to it.
-/// @throws RankLostError or TimeoutError when not all ranks come.
+/// The group of all ranks of `environment`. Collective. The group lives as long as the last pointer to it; where rank 0
+/// hosts the store, its last pointer waits for the other ranks to leave, 30 s at most.
+///
+/// Local ranks meet and talk on loopback; others on the interface that GLOO_SOCKET_IFNAME names, or else on the one that
+/// leads to MASTER_ADDR. The store listens on MASTER_ADDR only. EBB_HEARTBEAT_MS and EBB_DEAD_AFTER_MS override the
+/// options of these names, and EBB_TIMEOUT_MS `timeout`. From here on SIGPIPE is ignored and log lines of this thread
+/// carry the rank.
+/// @throws ValueError when the token is not the job's, or another process has this rank already; TimeoutError, naming
+///   them, when ranks do not come within options.timeout; RankLostError when one ends before all have come.
 std::shared_ptr<Communicator> init(const LaunchEnvironment& environment, const GroupOptions& options = {});
 
 /// A group over an own store: ranks as threads (c10d::HashStore), subgroups, tests. Collective.

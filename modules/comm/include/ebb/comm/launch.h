@@ -1,16 +1,36 @@
 #pragma once
 
+#include <chrono>
 #include <string>
 #include <vector>
 
 namespace ebb::comm {
 
+struct LaunchOptions {
+  /// How long, after a rank failed, the others may take to report it and end by themselves before SIGTERM comes.
+  std::chrono::milliseconds leave = std::chrono::seconds(10);
+  /// How long they may take after SIGTERM before SIGKILL comes.
+  std::chrono::milliseconds grace = std::chrono::seconds(10);
+};
+
 /// Starts `nproc` copies of `argv` as local ranks and waits for them. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are
-/// forwarded. When one rank fails the others are told to stop (SIGTERM, after a grace time SIGKILL) and the exit code is
-/// that of the rank that failed first; 128 + n when it died of signal n.
+/// forwarded; each rank gets them once, also when they come from a terminal. No rank outlives this process.
 ///
-/// @param argv  Program and arguments, run without a shell. The ranks find their place in the environment.
-/// @return      The exit code for the launcher.
-int launch_local_ranks(int nproc, const std::vector<std::string>& argv);
+/// When a rank fails the others learn of it at once through the store, are told to stop (SIGTERM after options.leave,
+/// SIGKILL after options.grace), and the exit code is that of the rank that failed first; 128 + n when it died of signal
+/// n. Code 4 (lost peer) yields to that of the lost peer.
+///
+/// The store listens on loopback alone, in this process. Ranks find their place in EBB_RANK, EBB_WORLD_SIZE,
+/// EBB_LOCAL_RANK, EBB_LOCAL_WORLD_SIZE, EBB_MASTER_ADDR, EBB_MASTER_PORT and EBB_TOKEN. OMP_NUM_THREADS is kept where it
+/// is set, else it becomes the cores available divided by `nproc`, at least 1. Output passes through by whole lines;
+/// on a terminal rank 0 writes to it directly, so that it can draw progress bars.
+///
+/// Call it from a process that has no other threads yet: the signals are blocked in this thread and those it starts.
+///
+/// @param nproc  1 .. 1024.
+/// @param argv   Program (looked up in PATH when it has no slash) and arguments, run without a shell.
+/// @return       The exit code for the launcher; 127 when the program cannot be run.
+/// @throws ValueError when nproc is out of range or argv is empty.
+int launch_local_ranks(int nproc, const std::vector<std::string>& argv, const LaunchOptions& options = {});
 
 } // namespace ebb::comm

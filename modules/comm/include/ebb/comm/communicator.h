@@ -94,6 +94,11 @@ class Communicator {
  protected:
   Communicator(int rank, int size) : rank_(rank), size_(size) {}
 
+  /// A group of some of this group's ranks, for Mesh. Collective over `ranks` (ascending, this rank among them);
+  /// `name` is the same at these ranks and differs from that of any other group split off.
+  virtual std::shared_ptr<Communicator> split(const std::vector<int>& ranks, const std::string& name);
+  friend class Mesh;
+
  private:
   int rank_;
   int size_;

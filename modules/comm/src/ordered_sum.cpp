@@ -1,0 +1,153 @@
+#include "ordered_sum.h"
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace ebb::comm {
+namespace {
+
+// Small enough that the accumulators of a block stay in the first-level cache; local, so that the compiler knows that
+// nothing aliases them and vectorises every loop below.
+constexpr std::size_t kBlock = 1024;
+
+struct BFloat16Bits {
+  std::uint16_t bits;
+};
+
+template <class T>
+auto widen(T value) {
+  return value;
+}
+inline float widen(BFloat16Bits value) {
+  const std::uint32_t bits = static_cast<std::uint32_t>(value.bits) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+inline float widen(c10::Half value) {
+  return static_cast<float>(value);
+}
+
+template <class T, class A>
+T narrow(A value) {
+  return static_cast<T>(value);
+}
+template <>
+inline BFloat16Bits narrow<BFloat16Bits, float>(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const std::uint32_t rounded = (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16; // to nearest, ties to even
+  return {static_cast<std::uint16_t>((bits & 0x7fffffffU) > 0x7f800000U ? 0x7fc0U : rounded)};
+}
+
+template <class A>
+A add(A a, A b) {
+  if constexpr (std::is_integral_v<A>) { // wraps like LibTorch's integers, without undefined behaviour
+    return static_cast<A>(static_cast<std::make_unsigned_t<A>>(a) + static_cast<std::make_unsigned_t<A>>(b));
+  } else {
+    return a + b;
+  }
+}
+
+template <class A>
+A larger(A a, A b) {
+  if constexpr (std::is_integral_v<A>) {
+    return a > b ? a : b;
+  } else {
+    return a > b || a != a ? a : b;
+  }
+}
+
+// Multiplying by an exact reciprocal rounds the same real number as dividing does, several times faster.
+bool has_exact_reciprocal(double divisor) {
+  int exponent = 0;
+  return std::abs(std::frexp(divisor, &exponent)) == 0.5 && std::abs(exponent) < 100;
+}
+
+template <class T>
+void combine(T* out, const void* const* sources, int num_sources, std::size_t count, ReduceOp op, double divisor) {
+  using A = decltype(widen(T{}));
+  A sum[kBlock];
+  const bool multiply = has_exact_reciprocal(divisor);
+  for (std::size_t begin = 0; begin < count; begin += kBlock) {
+    const std::size_t n = std::min(kBlock, count - begin);
+    const T* first = static_cast<const T*>(sources[0]) + begin;
+    for (std::size_t i = 0; i < n; ++i) {
+      sum[i] = widen(first[i]);
+    }
+    for (int s = 1; s < num_sources; ++s) {
+      const T* next = static_cast<const T*>(sources[s]) + begin;
+      if (op == ReduceOp::kSum) {
+        for (std::size_t i = 0; i < n; ++i) {
+          sum[i] = add(sum[i], widen(next[i]));
+        }
+      } else {
+        for (std::size_t i = 0; i < n; ++i) {
+          sum[i] = larger(sum[i], widen(next[i]));
+        }
+      }
+    }
+    T* to = out + begin;
+    if constexpr (!std::is_integral_v<A>) {
+      if (divisor != 1.0 && multiply) {
+        const A factor = static_cast<A>(1.0 / divisor);
+        for (std::size_t i = 0; i < n; ++i) {
+          sum[i] *= factor;
+        }
+      } else if (divisor != 1.0) {
+        const A by = static_cast<A>(divisor);
+        for (std::size_t i = 0; i < n; ++i) {
+          sum[i] /= by;
+        }
+      }
+    }
+    for (std::size_t i = 0; i < n; ++i) {
+      to[i] = narrow<T>(sum[i]);
+    }
+  }
+}
+
+} // namespace
+
+bool can_combine(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::ScalarType::Float:
+    case c10::ScalarType::Double:
+    case c10::ScalarType::BFloat16:
+    case c10::ScalarType::Half:
+    case c10::ScalarType::Int:
+    case c10::ScalarType::Long:
+      return true;
+    default:
+      return false;
+  }
+}
+
+void combine_in_order(
+    void* out, const void* const* sources, int num_sources, std::size_t count, c10::ScalarType dtype, ReduceOp op, double divisor) {
+  switch (dtype) {
+    case c10::ScalarType::Float:
+      return combine(static_cast<float*>(out), sources, num_sources, count, op, divisor);
+    case c10::ScalarType::Double:
+      return combine(static_cast<double*>(out), sources, num_sources, count, op, divisor);
+    case c10::ScalarType::BFloat16:
+      return combine(static_cast<BFloat16Bits*>(out), sources, num_sources, count, op, divisor);
+    case c10::ScalarType::Half:
+      return combine(static_cast<c10::Half*>(out), sources, num_sources, count, op, divisor);
+    case c10::ScalarType::Int:
+      return combine(static_cast<std::int32_t*>(out), sources, num_sources, count, op, divisor);
+    case c10::ScalarType::Long:
+      return combine(static_cast<std::int64_t*>(out), sources, num_sources, count, op, divisor);
+    default:
+      TORCH_INTERNAL_ASSERT(false, "combine_in_order: dtype ", dtype);
+  }
+}
+
+} // namespace ebb::comm

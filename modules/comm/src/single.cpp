@@ -1,0 +1,114 @@
+#include "ebb/comm/init.h"
+
+#include "failure.h"
+#include "ordered_sum.h"
+
+#include <atomic>
+#include <cstring>
+
+namespace ebb::comm {
+namespace {
+
+class DoneWork final : public Work {
+ public:
+  bool poll() override {
+    return true;
+  }
+  void wait() override {}
+};
+
+/// Nobody to talk to: copies where input and output differ, divides, counts.
+class SingleCommunicator final : public Communicator {
+ public:
+  SingleCommunicator() : Communicator(0, 1) {
+    capabilities_ = {.backend = "single", .all_gather = "copy", .reduce_scatter = "copy", .cpu = true, .cuda = false,
+                     .lacks = {"CUDA tensors"}};
+  }
+
+  const Capabilities& capabilities() const override {
+    return capabilities_;
+  }
+
+  std::unique_ptr<Work> all_gather(const at::Tensor& output, const at::Tensor& input, std::string_view unit) override {
+    check_all_gather(output, input, 1, c10::kCPU, unit);
+    count(Op::kAllGather);
+    if (input.nbytes() > 0 && output.const_data_ptr() != input.const_data_ptr()) {
+      std::memcpy(output.mutable_data_ptr(), input.const_data_ptr(), input.nbytes());
+    }
+    return std::make_unique<DoneWork>();
+  }
+
+  std::unique_ptr<Work> reduce_scatter(
+      const at::Tensor& output, const at::Tensor& input, double divisor, std::string_view unit) override {
+    check_reduce_scatter(output, input, divisor, 1, c10::kCPU, unit);
+    count(Op::kReduceScatter);
+    reduce(output, input, ReduceOp::kSum, divisor);
+    return std::make_unique<DoneWork>();
+  }
+
+  std::unique_ptr<Work> all_reduce(const at::Tensor& tensor, ReduceOp op, double divisor, std::string_view unit) override {
+    check_all_reduce(tensor, divisor, c10::kCPU, unit);
+    count(Op::kAllReduce);
+    if (divisor != 1) {
+      reduce(tensor, tensor, op, divisor);
+    }
+    return std::make_unique<DoneWork>();
+  }
+
+  std::unique_ptr<Work> broadcast(const at::Tensor& tensor, int root, std::string_view unit) override {
+    check_broadcast(tensor, root, 1, c10::kCPU, unit);
+    count(Op::kBroadcast);
+    return std::make_unique<DoneWork>();
+  }
+
+  void barrier() override {
+    count(Op::kBarrier);
+  }
+
+  std::vector<std::string> exchange(const std::string& mine) override {
+    check_exchange(mine);
+    count(Op::kExchange);
+    return {mine};
+  }
+
+  void abort() noexcept override {
+    aborted_ = true;
+  }
+
+  void set_step(std::int64_t /*step*/) override {}
+
+  const Traffic& traffic() const override {
+    return traffic_;
+  }
+
+ protected:
+  std::shared_ptr<Communicator> split(const std::vector<int>& /*ranks*/, const std::string& /*name*/) override {
+    return single();
+  }
+
+ private:
+  void count(Op op) {
+    if (aborted_) {
+      throw_rank_lost(0, c10::str("[", name_of(op), "] this rank has left the group by abort(); make a new group"));
+    }
+    ++traffic_.calls[static_cast<std::size_t>(op)];
+  }
+
+  static void reduce(const at::Tensor& output, const at::Tensor& input, ReduceOp op, double divisor) {
+    const void* source = input.const_data_ptr();
+    combine_in_order(
+        output.mutable_data_ptr(), &source, 1, static_cast<std::size_t>(input.numel()), input.scalar_type(), op, divisor);
+  }
+
+  Capabilities capabilities_;
+  Traffic traffic_;
+  std::atomic<bool> aborted_{false};
+};
+
+} // namespace
+
+std::shared_ptr<Communicator> single() {
+  return std::make_shared<SingleCommunicator>();
+}
+
+} // namespace ebb::comm

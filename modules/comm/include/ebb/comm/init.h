@@ -21,11 +21,11 @@ struct LaunchEnvironment {
   int local_rank = 0;
   int local_world_size = 1;
   std::string launcher = "none"; ///< "ebb", "torchrun", "srun", "mpirun", "none"
-  std::string master_addr; ///< Host name or address of the store.
+  std::string master_addr{}; ///< Host name or address of the store.
   int master_port = 0;
   bool store_is_up = false; ///< The launcher hosts the store (--nproc, torchrun's agent); otherwise rank 0 does.
   std::string attempt = "0"; ///< Which start of the job this is, where the launcher restarts ranks on the same store.
-  std::string token; ///< A rank with another one is refused.
+  std::string token{}; ///< A rank with another one is refused.
 };
 
 /// Reads EBB_* (--nproc), RANK, WORLD_SIZE, ... (torchrun), OMPI_* (mpirun), SLURM_* (srun) or PMI_* (mpirun), in this
@@ -37,6 +37,7 @@ struct LaunchEnvironment {
 /// @throws ValueError when the variables contradict each other or are not numbers; names them and their values.
 LaunchEnvironment launch_environment();
 
+/// How a group is formed and watched.
 struct GroupOptions {
   std::string backend = "auto"; ///< "auto": single for one rank, NCCL for CUDA builds with a GPU, else Gloo.
   std::chrono::milliseconds timeout = std::chrono::minutes(10); ///< For a live peer that does not arrive.

@@ -6,6 +6,7 @@
 
 namespace ebb::comm {
 
+/// How patient launch_local_ranks() is with ranks that must end.
 struct LaunchOptions {
   /// How long, after a rank failed, the others may take to report it and end by themselves before SIGTERM comes.
   std::chrono::milliseconds leave = std::chrono::seconds(10);

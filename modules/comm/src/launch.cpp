@@ -1,0 +1,276 @@
+#include "ebb/comm/launch.h"
+
+#include "ebb/base/clock.h"
+#include "ebb/base/error.h"
+#include "ebb/base/log.h"
+
+#include "launch_output.h"
+#include "launch_process.h"
+#include "rendezvous.h"
+#include "rendezvous_token.h"
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <csignal>
+#include <cstdlib>
+#include <list>
+#include <optional>
+
+namespace ebb::comm {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr int kMostRanks = 1024;
+constexpr auto kTick = 100ms; // the longest sleep; deadlines are looked at this often
+constexpr std::array kForwarded{SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2};
+
+Clock::TimePoint now() {
+  return std::chrono::steady_clock::now();
+}
+
+/// Turns signals into reads of a file descriptor, and puts everything back at the end.
+class Signals {
+ public:
+  Signals() {
+    sigset_t wanted;
+    ::sigemptyset(&wanted);
+    for (const int signal : kForwarded) {
+      ::sigaddset(&wanted, signal);
+    }
+    ::sigaddset(&wanted, SIGCHLD);
+    ::sigaddset(&wanted, SIGTSTP);
+    ::pthread_sigmask(SIG_BLOCK, &wanted, &old_mask_);
+    struct sigaction action {};
+    action.sa_handler = SIG_IGN;
+    ::sigaction(SIGPIPE, &action, &old_pipe_);
+    action.sa_handler = SIG_DFL; // if it were ignored, ended ranks would vanish before their exit code is read
+    ::sigaction(SIGCHLD, &action, &old_child_);
+    fd_ = ::signalfd(-1, &wanted, SFD_CLOEXEC | SFD_NONBLOCK);
+    TORCH_CHECK(fd_ >= 0, "[launch_local_ranks] cannot listen for signals: ", std::strerror(errno));
+  }
+  ~Signals() {
+    ::close(fd_);
+    ::sigaction(SIGPIPE, &old_pipe_, nullptr);
+    ::sigaction(SIGCHLD, &old_child_, nullptr);
+    ::pthread_sigmask(SIG_SETMASK, &old_mask_, nullptr);
+  }
+  Signals(const Signals&) = delete;
+  Signals& operator=(const Signals&) = delete;
+
+  int fd() const {
+    return fd_;
+  }
+  std::optional<int> next() const {
+    signalfd_siginfo info{};
+    if (::read(fd_, &info, sizeof(info)) != sizeof(info)) {
+      return std::nullopt;
+    }
+    return static_cast<int>(info.ssi_signo);
+  }
+
+ private:
+  int fd_ = -1;
+  sigset_t old_mask_{};
+  struct sigaction old_pipe_ {};
+  struct sigaction old_child_ {};
+};
+
+/// All ranks of one job on this host, from their start to the last one's end.
+class Launcher {
+ public:
+  Launcher(int nproc, const std::vector<std::string>& argv, const LaunchOptions& options)
+      : nproc_(nproc), argv_(argv), options_(options), pids_(static_cast<std::size_t>(nproc), -1) {}
+
+  ~Launcher() {
+    signal_all(SIGKILL);
+    Ending ending;
+    for (const pid_t pid : pids_) {
+      while (pid > 0 && !reap(pid, ending)) {
+        ::poll(nullptr, 0, 1);
+      }
+    }
+  }
+  Launcher(const Launcher&) = delete;
+  Launcher& operator=(const Launcher&) = delete;
+
+  int run() {
+    const auto program = find_program(argv_[0]);
+    if (program.empty()) {
+      log::error("cannot run '{}': no such program; give its path, or a name that is found in PATH", argv_[0]);
+      return 127;
+    }
+    open_rendezvous();
+    start(program);
+    while (running_ > 0) {
+      poll_once();
+      while (const auto signal = signals_.next()) {
+        handle(*signal);
+      }
+      reap_ended();
+      enforce_deadlines();
+    }
+    for (auto& pipe : pipes_) {
+      pipe.finish();
+    }
+    return exit_code_;
+  }
+
+ private:
+  void open_rendezvous() {
+    token_ = random_token();
+    const auto hosted = host_store({"127.0.0.1"}, 0);
+    port_ = hosted.port;
+    open_job(hosted.store, token_, "0");
+    job_ = enter_job(hosted.store, token_, "0", now() + 1min);
+  }
+
+  void start(const std::string& program) {
+    std::vector<std::string> shared{
+        "EBB_WORLD_SIZE=" + std::to_string(nproc_), "EBB_LOCAL_WORLD_SIZE=" + std::to_string(nproc_),
+        "EBB_MASTER_ADDR=127.0.0.1", "EBB_MASTER_PORT=" + std::to_string(port_), "EBB_TOKEN=" + token_};
+    if (const char* threads = std::getenv("OMP_NUM_THREADS"); !threads || !*threads) {
+      shared.push_back("OMP_NUM_THREADS=" + std::to_string(threads_per_rank(nproc_)));
+    }
+    const int nothing = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+    for (int rank = 0; rank < nproc_; ++rank) {
+      Spawn spec{.program = program, .argv = argv_, .environment = {}};
+      auto changes = shared;
+      changes.push_back("EBB_RANK=" + std::to_string(rank));
+      changes.push_back("EBB_LOCAL_RANK=" + std::to_string(rank));
+      spec.environment = changed_environment(changes);
+      // Rank 0 reads what is piped in. A terminal's input is the launcher's: a background process that reads it stops.
+      spec.in = rank == 0 && !::isatty(STDIN_FILENO) ? STDIN_FILENO : nothing;
+      spec.out = output_of(rank, STDOUT_FILENO);
+      spec.err = output_of(rank, STDERR_FILENO);
+      pids_[rank] = spawn(spec);
+      ++running_;
+      for (auto& pipe : pipes_) {
+        pipe.close_writer();
+      }
+    }
+    ::close(nothing);
+    log::debug("started {} ranks of {}, store on 127.0.0.1:{}", nproc_, program, port_);
+  }
+
+  int output_of(int rank, int fd) {
+    const bool terminal = ::isatty(fd);
+    if (rank == 0 && terminal) {
+      return fd;
+    }
+    return pipes_.emplace_back(fd, terminal ? "\r\x1b[K" : "").writer();
+  }
+
+  void poll_once() {
+    std::vector<pollfd> waiting{{.fd = signals_.fd(), .events = POLLIN, .revents = 0}};
+    for (const auto& pipe : pipes_) {
+      waiting.push_back({.fd = pipe.reader(), .events = POLLIN, .revents = 0});
+    }
+    ::poll(waiting.data(), waiting.size(), static_cast<int>(std::chrono::milliseconds(kTick).count()));
+    for (auto& pipe : pipes_) {
+      pipe.pump();
+    }
+  }
+
+  void handle(int signal) {
+    if (signal == SIGTSTP) { // the terminal's Ctrl-Z reaches this process only: stop and go on together
+      signal_all(SIGSTOP);
+      ::raise(SIGSTOP);
+      signal_all(SIGCONT);
+    } else if (signal != SIGCHLD) {
+      log::debug("forwarding signal {} to {} ranks", signal, running_);
+      signal_all(signal);
+    }
+  }
+
+  void signal_all(int signal) {
+    for (const pid_t pid : pids_) {
+      if (pid > 0) {
+        ::kill(signal == SIGKILL || signal == SIGSTOP || signal == SIGCONT ? -pid : pid, signal);
+      }
+    }
+  }
+
+  void reap_ended() {
+    for (int rank = 0; rank < nproc_; ++rank) {
+      Ending ending;
+      if (pids_[rank] > 0 && reap(pids_[rank], ending)) {
+        pids_[rank] = -1;
+        --running_;
+        on_end(rank, ending);
+      }
+    }
+  }
+
+  void on_end(int rank, const Ending& ending) {
+    const bool failed = ending.code != 0;
+    if (running_ > 0) {
+      try {
+        report_end(job_, rank, failed, ending.text);
+      } catch (const std::exception& error) {
+        log::warn("cannot tell the other ranks that rank {} has ended: {}", rank, message_of(error));
+      }
+    }
+    if (!failed || stopping_) {
+      return;
+    }
+    const bool first = exit_code_ == 0;
+    // A rank that reports a lost peer may be reaped before that peer.
+    constexpr int kLostPeer = static_cast<int>(ExitCode::kLostPeer);
+    if (first || (exit_code_ == kLostPeer && ending.code != kLostPeer)) {
+      exit_code_ = ending.code;
+    }
+    if (first) {
+      stop_at_ = now() + options_.leave;
+      log::error("rank {} failed: {}{}", rank, ending.text, running_ ? "; the other ranks are told to end" : "");
+    }
+  }
+
+  void enforce_deadlines() {
+    if (stop_at_ && !stopping_ && now() > *stop_at_) {
+      stopping_ = true;
+      kill_at_ = now() + options_.grace;
+      signal_all(SIGTERM);
+      signal_all(SIGCONT); // one that is stopped would not see the other
+    }
+    if (kill_at_ && now() > *kill_at_) {
+      kill_at_.reset();
+      log::warn("{} ranks did not end after SIGTERM; killing them", running_);
+      signal_all(SIGKILL);
+    }
+  }
+
+  const int nproc_;
+  const std::vector<std::string>& argv_;
+  const LaunchOptions options_;
+  Signals signals_; // before the store's threads start, so that they block the signals too
+  std::string token_;
+  int port_ = 0;
+  StorePtr job_;
+  std::list<LinePipe> pipes_;
+  std::vector<pid_t> pids_; // -1 once ended
+  int running_ = 0;
+  int exit_code_ = 0;
+  bool stopping_ = false;
+  std::optional<Clock::TimePoint> stop_at_;
+  std::optional<Clock::TimePoint> kill_at_;
+};
+
+} // namespace
+
+int launch_local_ranks(int nproc, const std::vector<std::string>& argv, const LaunchOptions& options) {
+  TORCH_CHECK_VALUE(
+      nproc >= 1 && nproc <= kMostRanks, "[launch_local_ranks] nproc must be 1 to ", kMostRanks, ", got ", nproc);
+  TORCH_CHECK_VALUE(
+      !argv.empty(), "[launch_local_ranks] argv must name the program to start, got none; give at least its path");
+  return Launcher(nproc, argv, options).run();
+}
+
+} // namespace ebb::comm

@@ -1,0 +1,252 @@
+#include "liveness.h"
+
+#include "ebb/base/error.h"
+#include "ebb/base/log.h"
+
+#include "liveness_state.h"
+
+#include <algorithm>
+#include <exception>
+
+namespace ebb::comm {
+namespace {
+
+using namespace std::chrono_literals;
+using Ms = std::chrono::milliseconds;
+
+constexpr auto kStopPatience = 5s; // for the last words; the store may be frozen
+
+Clock::TimePoint now() {
+  return std::chrono::steady_clock::now();
+}
+
+std::string seconds_text(double seconds) {
+  return fmt::format("{:.1f} s", seconds);
+}
+
+} // namespace
+
+void Liveness::State::scan(std::unique_lock<std::mutex>& lock) {
+  const auto wanted = ++scans_wanted;
+  wake.notify_all();
+  changed.wait_for(lock, std::max<Ms>(2 * options.heartbeat, 1s), [&] { return scans_done >= wanted || finished; });
+}
+
+std::string Liveness::State::describe_known(int peer) const {
+  const auto name = "rank " + std::to_string(peer);
+  if (peer == rank) {
+    return name + " (this rank, in " + mine.activity() + ")";
+  }
+  if (peer == lost) {
+    return name + " (lost: " + lost_why + ")";
+  }
+  const auto& known = watch.peer(peer);
+  if (!known.beat) {
+    return name + (store_error.empty() ? " (not seen yet)" : " (not seen; the store is gone)");
+  }
+  const auto& beat = *known.beat;
+  const auto seen = seen_at[peer] ? ", last seen " + seconds_text(seconds_between(*seen_at[peer], now())) + " ago" : "";
+  switch (beat.state) {
+    case Beat::State::kLeft:
+      return name + " (left the group" + (beat.why.empty() ? "" : " " + beat.why) + ", last in " + beat.activity() + ")";
+    case Beat::State::kFailed:
+      return name + " (failed: " + beat.why + ")";
+    case Beat::State::kAlive:
+      break;
+  }
+  const char* state = !store_error.empty() ? "(not watched, the store is gone"
+      : known.silence > 3 * std::chrono::nanoseconds(options.heartbeat) ? "(silent" : "(alive";
+  return name + " " + state + seen + " in " + beat.activity() + ")";
+}
+
+std::string Liveness::State::here(std::string_view op, std::string_view unit) const {
+  Beat beat;
+  beat.op = op;
+  beat.unit = unit;
+  beat.step = mine.step;
+  return beat.activity();
+}
+
+void Liveness::State::throw_lost(std::string_view op, std::string_view unit) const {
+  const int who = lost;
+  const auto subject = who == rank ? "this rank (" + std::to_string(who) + ") was given up by its peers"
+                                   : "rank " + std::to_string(who) + " was lost";
+  EBB_THROW_RANK_LOST(
+      who, "[", op, "] ", subject, ": ", lost_why, ". Rank ", rank, " was in ", here(op, unit),
+      ". The group cannot be used any more; see the lost rank's own messages, and restart the job from its last checkpoint");
+}
+
+Liveness::Liveness(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const GroupOptions& options, OnLost on_lost) {
+  TORCH_CHECK_VALUE(
+      size >= 1 && rank >= 0 && rank < size, "[connect] rank must be 0 to size - 1, got rank ", rank, " of ", size);
+  TORCH_CHECK_VALUE(
+      options.heartbeat > 0ms && options.dead_after >= 2 * options.heartbeat,
+      "[connect] dead_after must be at least two heartbeats, got heartbeat ", options.heartbeat.count(),
+      " ms and dead_after ", options.dead_after.count(), " ms");
+  state_ = std::make_shared<State>(store, rank, size, options, std::move(on_lost));
+  // The thread keeps the state alive: it may have to be left behind in a call of a frozen store.
+  state_->thread = std::thread([state = state_] { state->run(); });
+}
+
+Liveness::~Liveness() {
+  std::unique_lock lock(state_->mutex);
+  if (std::uncaught_exceptions() > 0 && state_->lost < 0 && state_->mine.state == Beat::State::kAlive) {
+    state_->mine.state = Beat::State::kFailed;
+    state_->mine.why = "an exception ended it; see its own messages";
+  }
+  state_->stop = true;
+  state_->wake.notify_all();
+  const bool ended = state_->changed.wait_for(lock, kStopPatience, [&] { return state_->finished; });
+  lock.unlock();
+  if (ended) {
+    state_->thread.join();
+  } else {
+    log::warn("the store does not answer; leaving the group without a goodbye");
+    state_->thread.detach();
+  }
+}
+
+std::uint64_t Liveness::begin(std::string_view op, std::string_view unit, std::int64_t step) {
+  const std::lock_guard lock(state_->mutex);
+  state_->mine.op = op;
+  state_->mine.unit = unit;
+  if (step >= 0) {
+    state_->mine.step = step;
+  }
+  return ++state_->mine.sequence;
+}
+
+void Liveness::set_step(std::int64_t step) {
+  const std::lock_guard lock(state_->mutex);
+  state_->mine.step = step;
+}
+
+void Liveness::fail(const std::string& why) noexcept {
+  try {
+    std::unique_lock lock(state_->mutex);
+    if (state_->mine.state == Beat::State::kFailed) {
+      return;
+    }
+    state_->mine.state = Beat::State::kFailed;
+    state_->mine.why = why;
+    const auto wanted = ++state_->words_wanted;
+    state_->wake.notify_all();
+    if (std::this_thread::get_id() != state_->thread.get_id()) {
+      state_->changed.wait_for(lock, 1s, [&] { return state_->words_said >= wanted || state_->finished; });
+    }
+  } catch (...) {
+    // Peers will miss this rank's signs of life instead.
+  }
+}
+
+int Liveness::lost_rank() const {
+  return state_->lost;
+}
+
+std::string Liveness::lost_reason() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->lost_why;
+}
+
+std::string Liveness::describe(int rank) const {
+  std::unique_lock lock(state_->mutex);
+  state_->scan(lock);
+  return state_->describe_known(rank);
+}
+
+void Liveness::wait(
+    const std::function<bool()>& done, std::string_view op, std::string_view unit, std::uint64_t sequence) {
+  auto& state = *state_;
+  const auto began = now();
+  auto next_warning = began + state.options.warn_after;
+  Ms warning_pause = state.options.warn_after;
+  auto pause = std::chrono::microseconds(10);
+  const auto latecomers = [&](std::unique_lock<std::mutex>& lock) {
+    state.scan(lock);
+    const auto ranks = state.watch.behind(sequence ? sequence : state.mine.sequence);
+    std::string text;
+    for (std::size_t i = 0; i < ranks.size() && i < 8; ++i) {
+      text += (i ? ", " : "") + state.describe_known(ranks[i]);
+    }
+    if (ranks.size() > 8) {
+      text += " and " + std::to_string(ranks.size() - 8) + " more";
+    }
+    return text.empty() ? std::string("all ranks have come to it, but it does not end") : "not there yet: " + text;
+  };
+  for (;;) {
+    try {
+      if (done()) {
+        return;
+      }
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      broken(op, unit, message_of(error));
+    }
+    if (state.lost >= 0) {
+      const std::lock_guard lock(state.mutex);
+      state.throw_lost(op, unit);
+    }
+    const auto time = now();
+    if (time > began + state.options.timeout) {
+      std::unique_lock lock(state.mutex);
+      const auto who = latecomers(lock);
+      if (state.lost >= 0) {
+        state.throw_lost(op, unit);
+      }
+      EBB_THROW(
+          TimeoutError, "[", op, "] rank ", state.rank, " waited ", seconds_text(seconds_between(began, now())), " in ",
+          state.here(op, unit), "; ", who, ". Check that all ranks make the same calls in the same order, or raise the timeout");
+    }
+    if (time > next_warning) {
+      std::unique_lock lock(state.mutex);
+      const auto text = fmt::format(
+          "waiting for {} in {}; {}", seconds_text(seconds_between(began, time)), state.here(op, unit), latecomers(lock));
+      lock.unlock();
+      log::warn("{}", text);
+      warning_pause *= 2;
+      next_warning = time + warning_pause;
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, std::chrono::microseconds(1000));
+  }
+}
+
+void Liveness::broken(std::string_view op, std::string_view unit, const std::string& cause) {
+  auto& state = *state_;
+  std::unique_lock lock(state.mutex);
+  ++state.suspecting;
+  const auto began = now();
+  const auto patience = state.options.dead_after + 4 * state.options.heartbeat + 1s;
+  int left = -1;
+  state.scan(lock);
+  // A rank that left because of the one that is really lost may be seen first: give the report one heartbeat.
+  auto look_again = began + state.options.heartbeat;
+  while (state.lost < 0 && !state.finished && left < 0 && now() < began + patience) {
+    state.changed.wait_until(lock, std::min(look_again, began + patience));
+    if (now() >= look_again) {
+      state.scan(lock);
+      left = state.watch.first_plainly_left();
+      look_again = now() + 4 * state.options.heartbeat;
+    }
+  }
+  --state.suspecting;
+  if (state.lost >= 0) {
+    state.throw_lost(op, unit);
+  }
+  const auto where = state.here(op, unit);
+  if (left >= 0) {
+    EBB_THROW_RANK_LOST(
+        left, "[", op, "] rank ", left, " left the group, its last operation being ",
+        state.watch.peer(left).beat->activity(), ", while rank ", state.rank, " was in ", where,
+        ". Check that all ranks make the same calls (", cause, ")");
+  }
+  EBB_THROW_RANK_LOST(
+      -1, "[", op, "] a connection broke (", cause, ") while rank ", state.rank, " was in ", where, "; ",
+      state.store_error.empty() ? std::string("all peers still give signs of life, so the network between them is to blame")
+                                : "the store is gone as well (" + state.store_error + "), so the lost peer is not known",
+      ". The group cannot be used any more; restart the job from its last checkpoint");
+}
+
+} // namespace ebb::comm

@@ -17,16 +17,17 @@ std::string_view name_of(Verdict verdict);
 /// One line of `ebb doctor`.
 struct Check {
   Verdict verdict = Verdict::kOk;
-  std::string what; ///< "gloo", "memory", ...
-  std::string value; ///< What was found.
-  std::string remedy; ///< What to do; empty when the verdict is kOk.
+  std::string what = {}; ///< "gloo", "memory", ...
+  std::string value = {}; ///< What was found.
+  std::string remedy = {}; ///< What to do; empty when the verdict is kOk.
 };
 
 /// Where the checks look. Tests give folders and variables of their own.
 struct Machine {
   std::filesystem::path root = "/"; ///< Holds proc/ and sys/.
   std::filesystem::path directory = "."; ///< Where runs would be kept.
-  std::function<std::optional<std::string>(const std::string& name)> variable; ///< Environment; empty: the process's own.
+  /// Environment; empty: the process's own.
+  std::function<std::optional<std::string>(const std::string& name)> variable = {};
 
   std::optional<std::string> get(const std::string& name) const;
 };

@@ -61,7 +61,7 @@ function(ebb_add_module name)
   set_property(GLOBAL APPEND PROPERTY EBB_MODULES ${name})
 
   if(EBB_BUILD_TESTS)
-    file(GLOB tests CONFIGURE_DEPENDS tests/*_test.cpp)
+    file(GLOB tests CONFIGURE_DEPENDS tests/*.cpp)
     if(tests)
       ebb_add_test(${name}_tests SOURCES ${tests} LINK ebb_${name})
       target_include_directories(${name}_tests PRIVATE src)

@@ -31,6 +31,7 @@ enum class Strategy {
 };
 std::string_view name_of(Strategy strategy);
 
+/// What fully_shard() is to do.
 struct ShardOptions {
   /// Over which ranks. The mesh's "shard" axis holds one copy of the model.
   comm::Mesh mesh;
@@ -68,6 +69,7 @@ struct ShardStats {
   std::int64_t evictions = 0;
 };
 
+/// What happens at both ends of a full-parameter scope.
 struct FullParametersOptions {
   bool writeback = true; ///< Changes made inside the scope go to the shards at its end.
   bool rank0_only = false; ///< Other ranks keep sharded parameters; excludes writeback.

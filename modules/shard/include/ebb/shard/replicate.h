@@ -21,6 +21,7 @@ namespace ebb::shard {
 
 class Reducer;
 
+/// What replicate() is to do.
 struct ReplicateOptions {
   comm::Mesh mesh;
   std::int64_t bucket_bytes = 25 * 1024 * 1024; ///< Gradients are reduced in buckets of about this size.

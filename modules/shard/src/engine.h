@@ -1,0 +1,126 @@
+#pragma once
+
+#include "ebb/comm/mesh.h"
+#include "ebb/shard/fully_shard.h"
+#include "frame_pool.h"
+#include "unit.h"
+#include "use_order.h"
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace ebb::shard {
+
+class GradientReducer;
+
+/// One sharded model: which units are resident, what comes next, and when a backward begins and ends.
+///
+/// Threads: forward and backward may run on different ones; `mutex_` guards everything and is held across collectives, so
+/// each rank has an engine, and a lock, of its own. It is recursive because a gradient hook can run inside a touch. Lock
+/// order: engine, then whatever the communicator locks; no call goes from the communicator into the engine.
+class Engine : public std::enable_shared_from_this<Engine> {
+ public:
+  Engine(ShardOptions options, std::vector<std::unique_ptr<Unit>> units);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  /// Puts the paged storages under the model and hooks on its parameters. Once, after values were synchronised.
+  void take_over();
+
+  // --- called by the fallback
+  void touch_and_pin(FlatParameter& flat);
+  void unpin(FlatParameter& flat);
+  void check_write(const FlatParameter& flat, const at::Tensor& written, const std::string& op) const;
+  void before_shard_write(FlatParameter& flat);
+  /// "'layers.0.weight' (unit 'layers.0')"
+  std::string describe(const FlatParameter& flat, const at::Tensor& view) const;
+
+  // --- called by the gradient hooks
+  void on_gradient(Unit& unit, FlatParameter& flat, Member& member);
+
+  // --- full-parameter scope
+  void begin_full_parameters(const FullParametersOptions& options);
+  void end_full_parameters(const FullParametersOptions& options);
+  bool in_full_parameters() const {
+    return full_scopes_ > 0;
+  }
+
+  void reset();
+  Residency residency() const;
+  ShardStats stats() const;
+  void reset_stats();
+
+  const ShardOptions& options() const {
+    return options_;
+  }
+  const std::vector<std::unique_ptr<Unit>>& units() const {
+    return units_;
+  }
+  comm::Communicator& group() const {
+    return *group_;
+  }
+  int num_frames() const {
+    return frames_.capacity();
+  }
+  std::int64_t frame_bytes() const {
+    return frames_.frame_bytes();
+  }
+  const UseOrder& order() const {
+    return order_;
+  }
+  /// Names of units in the order in which their all-gathers and reductions were started; empty unless recording. For
+  /// tests of order.
+  void record_events(bool on);
+  std::vector<std::string> take_events();
+
+ private:
+  friend class GradientReducer;
+
+  Pass current_pass() const;
+  void begin_backward_if_needed();
+  void end_backward();
+  void visit(Unit& unit);
+  void prefetch();
+  bool keeps(const Unit& unit, Pass pass) const;
+
+  void start_gather(Unit& unit, Frame frame, bool prefetch);
+  void finish_gather(Unit& unit);
+  void reshard(Unit& unit);
+  void release_gathers();
+  std::optional<Frame> frame_for(Unit& unit, bool may_exceed);
+  Unit* victim(const Unit& for_unit, std::int64_t needed_sooner_than) const;
+  void drop_kept(Unit& unit);
+  void shrink();
+  void check_invariant() const;
+  void check_same_order(std::string_view what, const Unit& unit);
+  void event(std::string_view what, const Unit& unit);
+
+  ShardOptions options_;
+  std::shared_ptr<comm::Communicator> group_;
+  std::vector<std::unique_ptr<Unit>> units_;
+  std::unique_ptr<GradientReducer> reducer_;
+
+  mutable std::recursive_mutex mutex_;
+  FramePool frames_;
+  UseOrder order_;
+  std::vector<std::unique_ptr<comm::Work>> unreleased_; ///< Gathers whose input peers may still be reading.
+  Unit* current_ = nullptr; ///< The unit visited last.
+  std::int64_t tick_ = 0;
+  bool armed_ = false; ///< A backward has begun and its end is queued.
+  int full_scopes_ = 0;
+  std::int64_t held_bytes_ = 0;
+  std::int64_t peak_held_bytes_ = 0;
+  std::int64_t extra_bytes_ = 0;
+  std::int64_t kept_bytes_ = 0;
+  ShardStats stats_;
+  bool recording_ = false;
+  std::vector<std::string> events_;
+};
+
+} // namespace ebb::shard

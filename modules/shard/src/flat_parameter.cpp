@@ -1,0 +1,101 @@
+#include "flat_parameter.h"
+
+#include "dispatch.h"
+#include "unit.h"
+
+#include <torch/torch.h>
+
+#include <algorithm>
+
+namespace ebb::shard {
+namespace {
+
+std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// Note [Sentinel gradients]
+// An optimizer built on model->parameters() would find no gradients there and silently do nothing. So each parameter's
+// grad is, between steps, a tensor without data whose access throws: such an optimizer stops at its first step. A hook
+// takes it away before autograd accumulates the next gradient.
+at::Tensor make_sentinel(const Member& member, const FlatParameter& flat) {
+  auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(),
+      member.numel * flat.element_size(),
+      c10::DataPtr(nullptr, flat.device),
+      /*allocator=*/nullptr,
+      /*resizable=*/false);
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
+      "[fully_shard] the gradient of '" + member.name + "' (unit '" + flat.unit->name +
+      "') is in the shards, not on the model's parameter: build the optimizer on the parameters() of the ShardedModel, and "
+      "clip with its clip_grad_norm_()");
+  return tensor_on(c10::Storage(std::move(storage)), /*paged=*/false, flat.dtype, 0, member.sizes);
+}
+
+} // namespace
+
+void FlatParameter::lay_out(int rank, int world_size) {
+  std::int64_t end = 0;
+  for (auto& member : members) {
+    member.offset = round_up(end, kAlignment);
+    end = member.offset + member.numel;
+  }
+  shard_numel = round_up((end + world_size - 1) / world_size, kAlignment);
+  padded_numel = shard_numel * world_size;
+  const auto begin = rank * shard_numel;
+  for (auto& member : members) {
+    member.slice_begin = std::clamp<std::int64_t>(begin - member.offset, 0, member.numel);
+    member.slice_end = std::clamp<std::int64_t>(begin + shard_numel - member.offset, 0, member.numel);
+  }
+}
+
+void FlatParameter::take_over(int rank, bool in_place) {
+  const at::NoGradGuard no_grad;
+  const OwnAccess own;
+  const auto options = at::TensorOptions().dtype(dtype).device(device);
+  const auto begin = rank * shard_numel;
+
+  // A shard is filled member by member, so that no copy of the whole unit is ever made.
+  shard_memory = at::zeros({shard_numel}, options);
+  for (auto& member : members) {
+    if (member.slice_begin < member.slice_end) {
+      shard_memory.narrow(0, member.offset + member.slice_begin - begin, member.slice_end - member.slice_begin)
+          .copy_(member.parameter.reshape({-1}).narrow(0, member.slice_begin, member.slice_end - member.slice_begin));
+    }
+  }
+
+  auto shard_storage = c10::make_intrusive<PagedStorage>(owner, PageKind::kShard, shard_bytes(), device);
+  shard_storage->fill(shard_memory.data_ptr());
+  shard = tensor_on(c10::Storage(shard_storage), /*paged=*/false, dtype, 0, {shard_numel});
+  flat_leaf = tensor_on(c10::Storage(shard_storage), /*paged=*/true, dtype, 0, {shard_numel}).set_requires_grad(requires_grad);
+
+  storage = c10::make_intrusive<PagedStorage>(owner, PageKind::kUnsharded, padded_bytes(), device);
+  if (in_place) {
+    storage->fill(shard_memory.data_ptr());
+  }
+  flat = tensor_on(c10::Storage(storage), /*paged=*/false, dtype, 0, {padded_numel});
+  for (auto& member : members) {
+    const auto length = member.slice_end - member.slice_begin;
+    const auto offset = length > 0 ? member.offset + member.slice_begin - begin : 0;
+    member.leaf = tensor_on(c10::Storage(shard_storage), /*paged=*/true, dtype, offset, {length}).set_requires_grad(requires_grad);
+    // Keeps the handle, its autograd identity and every alias of the handle; drops the unsharded bytes.
+    member.parameter.set_data(tensor_on(c10::Storage(storage), /*paged=*/true, dtype, member.offset, member.sizes));
+    member.parameter.mutable_grad() = at::Tensor();
+    if (requires_grad) {
+      member.sentinel = make_sentinel(member, *this);
+    }
+  }
+}
+
+const Member* FlatParameter::member_at(std::int64_t offset) const {
+  auto after = std::upper_bound(members.begin(), members.end(), offset, [](std::int64_t value, const Member& member) {
+    return value < member.offset;
+  });
+  if (after == members.begin()) {
+    return nullptr;
+  }
+  --after;
+  return offset < after->offset + std::max<std::int64_t>(after->numel, 1) ? &*after : nullptr;
+}
+
+} // namespace ebb::shard

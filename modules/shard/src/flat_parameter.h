@@ -1,0 +1,84 @@
+#pragma once
+
+#include "ebb/base/shard_layout.h"
+#include "paged_storage.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace ebb::shard {
+
+struct Unit;
+
+/// One original parameter inside a flat parameter.
+struct Member {
+  std::string name; ///< Fully qualified; the first of its names when tied.
+  std::vector<std::string> tied_names; ///< Its other names.
+  at::Tensor parameter; ///< The model's own handle; its storage is the flat parameter's paged storage.
+  std::vector<std::int64_t> sizes;
+  std::int64_t numel = 0;
+  std::int64_t offset = 0; ///< First element within the flat parameter.
+
+  std::int64_t slice_begin = 0; ///< This rank's part, in elements of the parameter; empty when begin == end.
+  std::int64_t slice_end = 0;
+  at::Tensor leaf; ///< The slice as a leaf: a view of the flat shard. What optimizers see.
+
+  // Gradient state of one backward.
+  at::Tensor pending; ///< Complete on this rank, not yet copied into the unit's reduce buffer.
+  bool filled = false; ///< Copied into the reduce buffer.
+  bool used = false; ///< Received a gradient in this backward.
+  at::Tensor sentinel; ///< Stands in the model's grad between steps; see Note [Sentinel gradients].
+};
+
+// Note [Flat parameter layout]
+// The members lie one behind the other in row-major order, each from a multiple of kAlignment elements, so that a
+// gathered parameter is aligned as LibTorch's allocator would have aligned it: kernels that choose their path by alignment
+// then give the same bits as without ebb. The whole is padded to world_size equal chunks; rank r's shard is chunk r.
+inline constexpr std::int64_t kAlignment = 16;
+
+/// The parameters of one unit that share a dtype and requires_grad: gathered into one buffer, reduced as one.
+struct FlatParameter {
+  Unit* unit = nullptr;
+  c10::ScalarType dtype = c10::ScalarType::Float;
+  c10::Device device = c10::kCPU;
+  bool requires_grad = true;
+  std::vector<Member> members;
+  std::int64_t padded_numel = 0;
+  std::int64_t shard_numel = 0;
+  std::int64_t frame_offset = 0; ///< Bytes from the start of the unit's frame.
+
+  std::shared_ptr<PageOwner> owner;
+  c10::intrusive_ptr<PagedStorage> storage; ///< Under the model's parameters.
+  at::Tensor flat; ///< All of `storage`, without the key and with a version counter of its own.
+  at::Tensor shard_memory; ///< Owns the shard's bytes. With kNoShard the whole, always.
+  at::Tensor shard; ///< [shard_numel] on the same bytes, without the key.
+  at::Tensor flat_leaf; ///< The shard as one leaf, for fused optimizers.
+  at::Tensor flat_grad; ///< [shard_numel]; the members' grads are views of it. Undefined until the first backward.
+
+  std::int64_t element_size() const {
+    return static_cast<std::int64_t>(c10::elementSize(dtype));
+  }
+  std::int64_t padded_bytes() const {
+    return padded_numel * element_size();
+  }
+  std::int64_t shard_bytes() const {
+    return shard_numel * element_size();
+  }
+
+  /// Offsets and slices for `rank` of `world_size`; from the members' numel.
+  void lay_out(int rank, int world_size);
+
+  /// Shards the members' present values: fills the shard, puts the paged storage under the model's parameters, makes the
+  /// leaves. `in_place`: the shard is the whole and the model's parameters stay on it (kNoShard).
+  void take_over(int rank, bool in_place);
+
+  /// The member at element `offset` of the flat parameter, or nullptr (padding).
+  const Member* member_at(std::int64_t offset) const;
+};
+
+} // namespace ebb::shard

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace ebb::shard {
+
+/// A buffer that can hold one unit's unsharded parameters.
+struct Frame {
+  at::Tensor memory; ///< uint8; its allocation is aligned for every dtype.
+  bool extra = false; ///< Beyond the fixed number; freed when given back.
+};
+
+/// A fixed number of equal frames, made when first needed and then reused, never freed in a step (FSDP paper, 3.4: the
+/// rate limiter). Not thread-safe: the engine's lock guards it.
+class FramePool {
+ public:
+  FramePool() = default;
+  FramePool(int capacity, std::int64_t frame_bytes, c10::Device device);
+
+  /// A frame of the fixed number, or nothing when all are out.
+  std::optional<Frame> take_if_free();
+  /// One more than the fixed number.
+  Frame take_extra(std::int64_t bytes);
+  void give_back(Frame frame);
+
+  bool has_free() const {
+    return !free_.empty() || made_ < capacity_;
+  }
+  int capacity() const {
+    return capacity_;
+  }
+  std::int64_t frame_bytes() const {
+    return frame_bytes_;
+  }
+  /// Frees the memory of all frames that are not out.
+  void release_memory();
+
+ private:
+  int capacity_ = 0;
+  std::int64_t frame_bytes_ = 0;
+  c10::Device device_ = c10::kCPU;
+  int made_ = 0;
+  std::vector<Frame> free_;
+};
+
+} // namespace ebb::shard

@@ -1,0 +1,82 @@
+#pragma once
+
+#include "ebb/comm/work.h"
+#include "unit.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <deque>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace ebb::shard {
+
+class Engine;
+
+/// Hooks each trainable parameter of `flat`, so that its engine hears of complete gradients.
+void attach_gradient_hooks(FlatParameter& flat);
+
+// Note [Reduction order]
+// Ranks must start the same reductions in the same order, but a parameter that is unused on one rank makes its unit ready
+// at another moment there, or never. So units reduce in an order agreed beforehand: at first reverse module order, later
+// the order in which rank 0 saw them ready, taken over by all ranks at the end of a backward that differed. A unit that
+// is ready early waits for its turn; one that is not ready at the end of backward reduces with zeros in place of what is
+// missing, and a vote over all ranks says which parameters got a gradient anywhere: the others keep none.
+
+/// Averages gradients over the ranks during backward and leaves them on the shards.
+class GradientReducer {
+ public:
+  explicit GradientReducer(Engine& engine);
+  ~GradientReducer();
+
+  void on_gradient(Unit& unit, FlatParameter& flat, Member& member);
+  /// The end of backward: reduces what is left, waits, and shows the gradients to optimizers.
+  void finish();
+  /// After a failed backward: forgets it.
+  void abandon();
+
+  /// Bytes of reduce buffers made so far.
+  std::int64_t buffer_bytes() const {
+    return num_buffers_ * buffer_bytes_;
+  }
+
+ private:
+  struct InFlight {
+    Unit* unit = nullptr;
+    at::Tensor buffer;
+    std::vector<std::unique_ptr<comm::Work>> works;
+    std::vector<at::Tensor> outputs; ///< One per trainable flat; flat_grad itself unless accumulating.
+  };
+
+  bool complete(const Unit& unit) const {
+    return unit.num_ready == unit.num_trainable;
+  }
+  at::Tensor slot(const Unit& unit, const FlatParameter& flat) const;
+  at::Tensor take_buffer();
+  void fill(Unit& unit);
+  void start_ready();
+  void reduce(Unit& unit);
+  void collect(InFlight& reduction);
+  void collect_all();
+  at::Tensor vote(bool again);
+  void show_gradients(const at::Tensor& votes);
+  void agree_on_order();
+  void clear_round();
+
+  Engine& engine_;
+  std::vector<int> order_; ///< Agreed: indices of units with trainable parameters.
+  std::vector<int> ready_order_; ///< As seen on this rank in this backward.
+  std::size_t next_ = 0; ///< Into order_: the unit whose turn it is.
+  bool again_ = false; ///< A parameter got a gradient after its unit was reduced.
+  std::size_t num_members_ = 0;
+
+  std::int64_t buffer_bytes_ = 0;
+  std::int64_t num_buffers_ = 0;
+  std::vector<at::Tensor> free_buffers_;
+  std::vector<at::Tensor> unit_buffers_; ///< By unit index; undefined when the unit has none.
+  std::deque<InFlight> in_flight_;
+  std::deque<InFlight> releasing_; ///< Collected; peers may still be reading the buffer.
+};
+
+} // namespace ebb::shard

@@ -1,0 +1,50 @@
+#pragma once
+
+#include "ebb/shard/wrap_policy.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torch::jit {
+struct Module;
+}
+
+namespace ebb::shard {
+
+/// A model as sharding sees it, whether it was written in C++ or loaded from TorchScript: modules, children first, with
+/// the parameters and buffers each registers itself.
+struct ModuleTree {
+  struct Node {
+    std::string name;
+    std::string class_name;
+    int depth = 0;
+    const torch::nn::Module* module = nullptr; ///< nullptr for TorchScript.
+    std::vector<std::pair<std::string, at::Tensor>> parameters; ///< Own ones; fully qualified names.
+    std::vector<int> children; ///< Indices into nodes; smaller than this node's.
+  };
+  std::vector<Node> nodes; ///< The root is last.
+  std::vector<std::pair<std::string, at::Tensor>> buffers;
+  bool script = false;
+
+  static ModuleTree of(torch::nn::Module& model);
+  static ModuleTree of(torch::jit::Module& model);
+};
+
+/// A unit to be: the module that was wrapped and the parameters it takes, tied ones with all their names.
+struct UnitPlan {
+  struct Parameter {
+    std::vector<std::string> names;
+    at::Tensor tensor;
+  };
+  std::string name;
+  std::vector<Parameter> parameters;
+};
+
+/// Applies `policy` to the tree. Units are in module order, the root's last.
+/// @throws ValueError for parameters that cannot be sharded; names them.
+std::vector<UnitPlan> plan_units(const ModuleTree& tree, const WrapPolicy& policy);
+
+} // namespace ebb::shard

@@ -1,0 +1,108 @@
+#include "sync.h"
+
+#include "ebb/base/error.h"
+
+#include <torch/torch.h>
+
+#include <sstream>
+#include <unordered_set>
+
+namespace ebb::shard {
+namespace {
+
+std::vector<std::string> describe(const ModuleTree& tree, const std::string& settings) {
+  std::vector<std::string> lines{"options: " + settings};
+  for (const auto& node : tree.nodes) {
+    for (const auto& [name, tensor] : node.parameters) {
+      lines.push_back(c10::str(
+          "parameter '", name, "' ", tensor.sizes(), " ", tensor.dtype(), tensor.requires_grad() ? "" : ", frozen"));
+    }
+  }
+  for (const auto& [name, tensor] : tree.buffers) {
+    lines.push_back(c10::str("buffer '", name, "' ", tensor.defined() ? c10::str(tensor.sizes(), " ", tensor.dtype()) : "undefined"));
+  }
+  return lines;
+}
+
+std::string joined(const std::vector<std::string>& lines) {
+  std::string text;
+  for (const auto& line : lines) {
+    text += line + "\n";
+  }
+  return text;
+}
+
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) {
+    lines.push_back(line);
+  }
+  return lines;
+}
+
+} // namespace
+
+void check_same_model(const ModuleTree& tree, const std::string& settings, comm::Communicator& group) {
+  if (group.size() == 1) {
+    return;
+  }
+  const auto lines = describe(tree, settings);
+  const auto text = joined(lines);
+  // The digest first: a large model's description is sent only when it is needed.
+  const auto digests = group.exchange(std::to_string(std::hash<std::string>{}(text)));
+  bool same = true;
+  for (const auto& digest : digests) {
+    same = same && digest == digests.front();
+  }
+  if (same) {
+    return;
+  }
+  constexpr std::size_t kMostText = 900'000; // exchange() takes up to 1 MB
+  const auto all = group.exchange(text.substr(0, kMostText));
+  const auto first = split(all.front());
+  for (int rank = 1; rank < group.size(); ++rank) {
+    const auto theirs = split(all[rank]);
+    for (std::size_t i = 0; i < std::max(first.size(), theirs.size()); ++i) {
+      const auto on0 = i < first.size() ? first[i] : std::string("nothing more");
+      const auto here = i < theirs.size() ? theirs[i] : std::string("nothing more");
+      if (on0 != here) {
+        EBB_THROW(
+            IncompatibleStateError,
+            "[fully_shard] the ranks' models differ: rank 0 has ", on0, ", rank ", rank, " has ", here,
+            "; build the same model with the same options on every rank");
+      }
+    }
+  }
+  EBB_THROW(IncompatibleStateError, "[fully_shard] the ranks' models differ beyond their first ", first.size(), " parameters");
+}
+
+void broadcast_from_rank0(const ModuleTree& tree, comm::Communicator& group) {
+  if (group.size() == 1) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  std::unordered_set<const c10::TensorImpl*> done;
+  const auto send = [&](const std::string& name, const at::Tensor& tensor) {
+    if (!tensor.defined() || tensor.numel() == 0 || !done.insert(tensor.unsafeGetTensorImpl()).second) {
+      return;
+    }
+    if (tensor.is_contiguous()) {
+      group.broadcast(tensor.detach(), 0, name)->wait();
+    } else {
+      auto copy = tensor.detach().contiguous();
+      group.broadcast(copy, 0, name)->wait();
+      tensor.detach().copy_(copy);
+    }
+  };
+  for (const auto& node : tree.nodes) {
+    for (const auto& [name, tensor] : node.parameters) {
+      send(name, tensor);
+    }
+  }
+  for (const auto& [name, tensor] : tree.buffers) {
+    send(name, tensor);
+  }
+}
+
+} // namespace ebb::shard

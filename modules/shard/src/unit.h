@@ -1,0 +1,44 @@
+#pragma once
+
+#include "ebb/comm/work.h"
+#include "flat_parameter.h"
+#include "frame_pool.h"
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace ebb::shard {
+
+/// Where a unit's unsharded parameters are.
+enum class Residence {
+  kSharded, ///< Nowhere: only the shards use memory.
+  kGathering, ///< In a frame that an all-gather is filling.
+  kResident, ///< In a frame, readable.
+};
+
+/// The parameters gathered and reduced together (FSDP's unit): those of one wrapped module.
+struct Unit {
+  int index = 0;
+  std::string name; ///< Of the wrapped module; "(root)" for the root.
+  std::vector<std::unique_ptr<FlatParameter>> flats;
+  std::int64_t bytes = 0; ///< Of all flats, unsharded.
+
+  Residence residence = Residence::kSharded;
+  std::optional<Frame> frame;
+  std::vector<std::unique_ptr<comm::Work>> gathers; ///< Under way.
+  int pins = 0; ///< Operators that are using it now.
+  bool kept = false; ///< Not in one of the frames: kept by its strategy or a full-parameter scope.
+  bool prefetched = false; ///< Gathered ahead and not used since.
+  std::int64_t last_use = 0; ///< Tick of the newest visit, for least-recently-used.
+
+  // Reduction state of one backward.
+  std::int64_t num_trainable = 0;
+  std::int64_t num_ready = 0; ///< Members whose gradient is complete.
+  std::int64_t pending_bytes = 0; ///< Of gradients not yet copied to the reduce buffer.
+  bool reduced = false; ///< Its reduction was started in this backward.
+};
+
+} // namespace ebb::shard

@@ -1,0 +1,49 @@
+#include "ebb/shard/wrap_policy.h"
+
+#include <algorithm>
+#include <memory>
+#include <string_view>
+
+namespace ebb::shard {
+namespace {
+
+// "ebb::examples::BlockImpl" is asked for as such, as "BlockImpl" or as "Block".
+bool names_class(const std::string& class_name, std::string_view asked) {
+  std::string_view name = class_name;
+  if (name == asked) {
+    return true;
+  }
+  if (const auto colon = name.rfind("::"); colon != std::string_view::npos) {
+    name.remove_prefix(colon + 2);
+  }
+  constexpr std::string_view kSuffix = "Impl";
+  return name == asked || (name.size() > kSuffix.size() && name.ends_with(kSuffix) && name.substr(0, name.size() - kSuffix.size()) == asked);
+}
+
+} // namespace
+
+WrapPolicy wrap_root() {
+  return [](const ModuleInfo&) { return false; };
+}
+
+WrapPolicy wrap_by_size(std::int64_t min_numel) {
+  return [min_numel](const ModuleInfo& info) { return info.unwrapped_numel >= min_numel; };
+}
+
+WrapPolicy wrap_by_class(std::vector<std::string> class_names) {
+  return [class_names = std::move(class_names)](const ModuleInfo& info) {
+    return std::any_of(class_names.begin(), class_names.end(), [&](const auto& asked) { return names_class(info.class_name, asked); });
+  };
+}
+
+WrapPolicy wrap_by_name(std::vector<std::string> names) {
+  return [names = std::move(names)](const ModuleInfo& info) { return std::find(names.begin(), names.end(), info.name) != names.end(); };
+}
+
+WrapPolicy wrap_any(std::vector<WrapPolicy> policies) {
+  return [policies = std::move(policies)](const ModuleInfo& info) {
+    return std::any_of(policies.begin(), policies.end(), [&](const auto& policy) { return policy(info); });
+  };
+}
+
+} // namespace ebb::shard

@@ -7,7 +7,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-interop docs install format tidy clean
+.PHONY: help demo test test-slow test-interop bench-micro docs install format tidy clean
 
 CORES := $(shell nproc)
 # A file that includes LibTorch takes the compiler some 2 GB.
@@ -23,7 +23,7 @@ BENCHMARKS = $(sort $(notdir $(patsubst %/run,%,$(wildcard benchmarks/*/run))))
 help: ## this list
 	@echo 'make demo trains a GPT sharded over two ranks; make test builds and tests everything fast.'
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-22s %s\n", $$1, $$2 }'
-	@printf '  make bench-%-10s measure against peers; NAME is one of: $(BENCHMARKS)\n' NAME
+	@printf '  make bench-%-11sebb and its peers in turn; NAME is one of: $(BENCHMARKS)\n' NAME
 
 demo: ## train a GPT on Jane Austen's novels, sharded over 2 local ranks, in a few minutes
 	tools/setup
@@ -57,6 +57,13 @@ bench-%:
 	$(CONFIGURE) release
 	$(BUILD) release
 	benchmarks/$*/run
+
+bench-micro: ## what one operator pays for sharding, and collectives by algorithm (Google Benchmark)
+	tools/setup
+	$(CONFIGURE) release
+	$(BUILD) release --target fallback_bench collectives_bench
+	build/release/benchmarks/fallback_bench
+	build/release/benchmarks/collectives_bench
 
 docs: ## guides and API reference, in build/docs/html
 	tools/setup docs

@@ -30,9 +30,6 @@ class FusedAdamW {
     at::_fused_adamw_(
         parameters_, gradients, first_moments_, second_moments_, /*max_exp_avg_sqs=*/{}, steps_, kLearningRate, kBeta1,
         kBeta2, kWeightDecay, kEps, /*amsgrad=*/false, /*maximize=*/false);
-    for (auto& parameter : parameters_) {
-      parameter.mutable_grad() = at::Tensor();
-    }
   }
 
  private:
@@ -47,10 +44,7 @@ std::function<void()> make_adamw(const std::string& kind, std::vector<at::Tensor
   }
   TORCH_CHECK_VALUE(kind == "stock", "[make_adamw] expected 'fused' or 'stock', got '", kind, "'");
   auto options = torch::optim::AdamWOptions(kLearningRate).betas({kBeta1, kBeta2}).eps(kEps).weight_decay(kWeightDecay);
-  return [optimizer = std::make_shared<torch::optim::AdamW>(std::move(parameters), options)] {
-    optimizer->step();
-    optimizer->zero_grad();
-  };
+  return [optimizer = std::make_shared<torch::optim::AdamW>(std::move(parameters), options)] { optimizer->step(); };
 }
 
 } // namespace ebb::bench

@@ -8,7 +8,7 @@
 
 namespace ebb::bench {
 
-/// One step of AdamW on `parameters`, and their gradients dropped. The hyperparameters are peers.py's.
+/// One step of AdamW on `parameters`, each call. The hyperparameters are peers.py's.
 /// @param kind  "stock": torch::optim::AdamW; "fused": LibTorch's fused kernel, as Python's AdamW(fused=True).
 std::function<void()> make_adamw(const std::string& kind, std::vector<at::Tensor> parameters);
 

@@ -35,11 +35,12 @@ void say(const json& message) {
   std::cout << message.dump() << std::endl;
 }
 
-json run(bench::Contender& contender, const Arguments& args, int steps) {
+json run(bench::Contender& contender, const ebb::comm::Communicator* world, const Arguments& args, int steps) {
   std::vector<double> times;
   std::vector<double> losses;
   bench::reset_peak();
   const double cpu = bench::cpu_seconds();
+  const auto sent = world ? world->traffic().total_bytes_sent() : 0;
   for (int i = 0; i < steps; ++i) {
     const auto x = torch::randint(args.config.vocab, {args.batch, args.length}, torch::kLong);
     const auto y = x.roll(1, 1);
@@ -52,6 +53,9 @@ json run(bench::Contender& contender, const Arguments& args, int steps) {
   reply["peak_kb"] = bench::peak_kb();
   reply["rss_kb"] = bench::resident_kb();
   reply["facts"] = contender.facts();
+  if (world) {
+    reply["facts"]["bytes_sent_per_step"] = (world->traffic().total_bytes_sent() - sent) / steps;
+  }
   return reply;
 }
 
@@ -97,7 +101,7 @@ void serve(const Arguments& args) {
     if (verb == "run") {
       int steps = 0;
       words >> steps;
-      say(run(*contender, args, steps));
+      say(run(*contender, world.get(), args, steps));
     } else if (verb == "activations") {
       say(measure_activations(*contender, args));
     } else {

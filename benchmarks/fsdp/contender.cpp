@@ -1,5 +1,7 @@
 #include "fsdp/contender.h"
 
+#include "ebb/shard/fully_shard.h"
+#include "ebb/shard/replicate.h"
 #include "fsdp/adamw.h"
 
 #include <nlohmann/json.hpp>
@@ -11,7 +13,7 @@ namespace {
 class Floor : public Contender {
  public:
   Floor(const gpt::Config& config, const std::string& optimizer)
-      : Contender(config), update_(make_adamw(optimizer, model_->parameters())) {}
+      : Contender(config), step_(make_adamw(optimizer, model_->parameters())) {}
 
   std::vector<at::Tensor> whole_parameters() const override {
     return model_->parameters();
@@ -19,10 +21,66 @@ class Floor : public Contender {
 
  private:
   void update() override {
-    update_();
+    step_();
+    model_->zero_grad();
   }
 
-  std::function<void()> update_;
+  std::function<void()> step_;
+};
+
+class FullyShard : public Contender {
+ public:
+  FullyShard(const gpt::Config& config, const std::string& optimizer, const std::shared_ptr<comm::Communicator>& world, shard::Strategy strategy)
+      : Contender(config),
+        options_{
+            .mesh = comm::Mesh(world),
+            .strategy = strategy,
+            .wrap = shard::wrap_by_type<gpt::BlockImpl>(),
+            .sync_module_states = false},
+        sharded_(fully_shard(model_, options_)),
+        step_(make_adamw(optimizer, optimizer == "fused" ? sharded_.flat_parameters() : sharded_.parameters())) {}
+
+  nlohmann::json facts() const override {
+    const auto residency = sharded_.residency();
+    const auto stats = sharded_.stats();
+    return {
+        {"frame_bytes", residency.frame_bytes},
+        {"gradient_buffer_bytes", 2 * residency.frame_bytes / (options_.frames + options_.prefetch)},
+        {"peak_held_bytes", residency.peak_held_bytes},
+        {"shard_bytes", sharded_.shard_bytes()},
+        {"unshards", stats.unshards},
+        {"prefetched", stats.prefetched},
+        {"mispredicted", stats.mispredicted},
+        {"reduces", stats.reduces},
+    };
+  }
+
+ private:
+  void update() override {
+    step_();
+    sharded_.zero_grad();
+  }
+
+  shard::ShardOptions options_;
+  ShardedModel sharded_;
+  std::function<void()> step_;
+};
+
+class Replicate : public Contender {
+ public:
+  Replicate(const gpt::Config& config, const std::string& optimizer, const std::shared_ptr<comm::Communicator>& world)
+      : Contender(config),
+        replicated_(replicate(model_, {.mesh = comm::Mesh(world), .sync_module_states = false})),
+        step_(make_adamw(optimizer, replicated_.parameters())) {}
+
+ private:
+  void update() override {
+    step_();
+    replicated_.zero_grad();
+  }
+
+  ReplicatedModel replicated_;
+  std::function<void()> step_;
 };
 
 } // namespace
@@ -52,7 +110,7 @@ nlohmann::json Contender::facts() const {
 }
 
 const std::vector<std::string>& modes() {
-  static const std::vector<std::string> names{"floor"};
+  static const std::vector<std::string> names{"full_shard", "shard_grad_op", "no_shard", "replicate", "floor"};
   return names;
 }
 
@@ -61,7 +119,15 @@ std::unique_ptr<Contender> make_contender(
   if (mode == "floor") {
     return std::make_unique<Floor>(config, optimizer);
   }
-  TORCH_CHECK_VALUE(false, "[make_contender] no mode '", mode, "'");
+  if (mode == "replicate") {
+    return std::make_unique<Replicate>(config, optimizer, world);
+  }
+  const auto strategy = mode == "full_shard" ? shard::Strategy::kFullShard
+      : mode == "shard_grad_op"              ? shard::Strategy::kShardGradOp
+                                             : shard::Strategy::kNoShard;
+  TORCH_CHECK_VALUE(
+      strategy != shard::Strategy::kNoShard || mode == "no_shard", "[make_contender] no mode '", mode, "'; see modes()");
+  return std::make_unique<FullyShard>(config, optimizer, world, strategy);
 }
 
 } // namespace ebb::bench

@@ -2,7 +2,7 @@
 
 #include "ebb/base/error.h"
 
-#include "operation.h"
+#include "operation_header.h"
 
 #include <string>
 
@@ -24,13 +24,13 @@ namespace ebb::comm {
 
 /// Two ranks call different things where all must call the same.
 [[noreturn]] inline void throw_mismatch(
-    const Operation& operation, int own_rank, int peer, const std::string& own, const std::string& theirs) {
+    const Operation& operation, int own_rank, int peer, const OperationHeader& own, const OperationHeader& theirs) {
   C10_THROW_ERROR(
       ValueError,
       c10::str(
           "[", name_of(operation.op), "] collective ", operation.number, " differs between ranks at step ", operation.step,
-          ": rank ", own_rank, " calls ", own, "; rank ", peer, " calls ", theirs,
-          ". All ranks must make the same calls in the same order with tensors of one size and dtype"));
+          ": rank ", own_rank, " calls ", own.text(), "; rank ", peer, " calls ", theirs.text(),
+          ". All ranks must make the same calls in the same order, with tensors of one size and dtype"));
 }
 
 } // namespace ebb::comm

@@ -15,16 +15,26 @@ constexpr milliseconds kSlice = 10ms; // Between looks at who is alive.
 
 } // namespace
 
-Health::Health(
-    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const GroupOptions& options, OnBreak on_break)
-    : own_rank_(rank), options_(options), on_break_(std::move(on_break)) {
+Health::Health(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const GroupOptions& options)
+    : own_rank_(rank), options_(options) {
   liveness_ = std::make_unique<Liveness>(
       store, rank, size, options, [this](int lost, const std::string& why) { break_group(lost, why); });
 }
 
-void Health::begin(const Operation& operation) {
+void Health::set_on_break(OnBreak on_break) {
+  std::unique_lock lock(mutex_);
+  on_break_ = on_break;
+  if (broken_.load()) {
+    const int rank = lost_rank_;
+    const auto why = why_;
+    lock.unlock();
+    on_break(rank, why);
+  }
+}
+
+void Health::begin(Operation& operation) {
   check(operation);
-  liveness_->begin(name_of(operation.op), operation.unit, operation.step);
+  operation.watch_number = liveness_->begin(name_of(operation.op), operation.unit, operation.step);
 }
 
 void Health::set_step(std::int64_t step) {
@@ -32,6 +42,7 @@ void Health::set_step(std::int64_t step) {
 }
 
 void Health::break_group(int rank, const std::string& why) noexcept {
+  OnBreak on_break;
   {
     const std::lock_guard lock(mutex_);
     if (broken_.load()) {
@@ -39,9 +50,12 @@ void Health::break_group(int rank, const std::string& why) noexcept {
     }
     lost_rank_ = rank;
     why_ = why;
+    on_break = on_break_;
     broken_.store(true, std::memory_order_release);
   }
-  on_break_(rank, why);
+  if (on_break) {
+    on_break(rank, why);
+  }
 }
 
 void Health::fail(const std::string& why) noexcept {
@@ -59,20 +73,18 @@ void Health::throw_broken(const Operation& operation) {
     rank = lost_rank_;
     why = why_;
   }
-  // A broken connection says that somebody is lost, not who: the one at its other end may itself have given up because
-  // of a third. The heartbeats tell.
-  const auto deadline = std::chrono::steady_clock::now() + 3 * options_.heartbeat + 500ms;
-  while (rank < 0 && liveness_) {
-    if (const int lost = liveness_->lost_rank(); lost >= 0) {
-      rank = lost;
-      why = liveness_->lost_reason();
+  if (rank < 0 && liveness_) {
+    // A broken connection says that somebody is lost, not who: the one at its other end may itself have given up
+    // because of a third. The signs of life tell.
+    try {
+      liveness_->broken(name_of(operation.op), operation.unit, why);
+    } catch (const RankLostError& error) {
       const std::lock_guard lock(mutex_);
-      lost_rank_ = rank;
-      why_ = why;
-    } else if (std::chrono::steady_clock::now() > deadline) {
-      break;
-    } else {
-      std::this_thread::sleep_for(5ms);
+      if (error.rank() >= 0) {
+        lost_rank_ = error.rank();
+        why_ = liveness_->lost_rank() == error.rank() ? liveness_->lost_reason() : "it left the group";
+      }
+      throw;
     }
   }
   throw_rank_lost(operation, rank, why);
@@ -83,7 +95,8 @@ void Health::wait(const std::function<bool(milliseconds)>& done_within, const Op
     if (done_within(kFirstWait)) {
       return;
     }
-    liveness_->wait([&] { return done_within(kSlice); }, name_of(operation.op), operation.unit);
+    liveness_->wait(
+        [&] { return done_within(kSlice); }, name_of(operation.op), operation.unit, operation.watch_number);
   } catch (const RankLostError& error) {
     break_group(error.rank(), message_of(error));
     throw;

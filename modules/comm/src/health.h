@@ -23,9 +23,14 @@ class Health {
   /// Cuts the transport, so that waits end. Called once, from any thread; must not block.
   using OnBreak = std::function<void(int rank, const std::string& why)>;
 
-  Health(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const GroupOptions& options, OnBreak on_break);
+  Health(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const GroupOptions& options);
 
-  void begin(const Operation& operation);
+  /// Called at once where the group is broken already.
+  void set_on_break(OnBreak on_break);
+
+  /// Publishes that this rank is in `operation`, and notes its number.
+  /// @throws as check().
+  void begin(Operation& operation);
   void set_step(std::int64_t step);
 
   bool broken() const {
@@ -35,7 +40,7 @@ class Health {
   void break_group(int rank, const std::string& why) noexcept;
   /// This rank leaves because it fails: peers are told why.
   void fail(const std::string& why) noexcept;
-  /// @throws RankLostError that names who is lost; waits a few heartbeats for that to be known.
+  /// @throws RankLostError that names who is lost; asks the signs of life where that is not known yet.
   [[noreturn]] void throw_broken(const Operation& operation);
   void check(const Operation& operation) {
     if (broken()) {
@@ -43,8 +48,8 @@ class Health {
     }
   }
 
-  /// Waits until `done_within(limit)`, which may block up to `limit`, is true. Warns, times out and finds lost peers as
-  /// GroupOptions says.
+  /// Waits until `done_within(limit)`, which may block up to `limit` and throws nothing but ebb::Error, is true. Warns,
+  /// times out and finds lost peers as GroupOptions says.
   /// @throws RankLostError, TimeoutError, and what `done_within` throws; the group is broken then.
   void wait(const std::function<bool(std::chrono::milliseconds limit)>& done_within, const Operation& operation);
 
@@ -57,9 +62,9 @@ class Health {
  private:
   const int own_rank_;
   const GroupOptions options_;
-  OnBreak on_break_;
   std::atomic<bool> broken_{false};
-  std::mutex mutex_; ///< Guards the two below.
+  std::mutex mutex_; ///< Guards the three below.
+  OnBreak on_break_;
   int lost_rank_ = -1;
   std::string why_;
   std::unique_ptr<Liveness> liveness_; ///< Last: its thread calls back into this object, so it must end first.

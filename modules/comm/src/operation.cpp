@@ -1,4 +1,4 @@
-#include "operation.h"
+#include "operation_header.h"
 
 #include "ordered_sum.h"
 
@@ -71,15 +71,38 @@ std::string describe(const Operation& operation) {
   return text + " at step " + std::to_string(operation.step);
 }
 
-std::string describe_contents(Op op, const std::string& unit, std::int64_t bytes, c10::ScalarType dtype, int detail) {
-  std::string text(name_of(op));
-  if (!unit.empty()) {
-    text += " of unit '" + unit + "'";
+std::pair<std::int64_t, std::int64_t> all_reduce_chunk(std::int64_t count, int r, int size) {
+  return {count * r / size, count * (r + 1) / size};
+}
+
+std::int64_t all_reduce_bytes(std::int64_t count, std::int64_t element_bytes, int r, int size) {
+  if (count * element_bytes <= kOnePhaseBytes) {
+    return count * element_bytes * (size - 1);
   }
-  text += c10::str(", ", bytes, " bytes of ", dtype);
-  if (op == Op::kBroadcast) {
+  const auto [begin, end] = all_reduce_chunk(count, r, size);
+  const auto own = end - begin;
+  return (count - own + own * (size - 1)) * element_bytes;
+}
+
+OperationHeader::OperationHeader(const Operation& operation)
+    : number(operation.number),
+      bytes(operation.bytes),
+      op(static_cast<std::int32_t>(operation.op)),
+      dtype(static_cast<std::int32_t>(operation.dtype)),
+      detail(operation.detail) {
+  operation.unit.copy(unit, sizeof(unit) - 1);
+}
+
+std::string OperationHeader::text() const {
+  const auto kind = static_cast<Op>(op);
+  std::string text(name_of(kind));
+  if (unit[0] != '\0') {
+    text += " of unit '" + std::string(unit) + "'";
+  }
+  text += c10::str(", ", bytes, " bytes of ", static_cast<c10::ScalarType>(dtype));
+  if (kind == Op::kBroadcast) {
     text += c10::str(" from rank ", detail);
-  } else if (op == Op::kAllReduce) {
+  } else if (kind == Op::kAllReduce) {
     text += detail == static_cast<int>(ReduceOp::kMax) ? " (maximum)" : " (sum)";
   }
   return text;

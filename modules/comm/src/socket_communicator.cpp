@@ -12,8 +12,6 @@
 namespace ebb::comm {
 namespace {
 
-constexpr std::int64_t kOnePhaseBytes = 4096; // All-reduces up to here: a round trip costs more than the extra bytes.
-
 enum Phase { kHeader = 0, kFirst = 1, kSecond = 2 };
 
 // Distinct for the operations in flight and their phases. The bytes are mixed in so that transfers of ranks that
@@ -24,16 +22,12 @@ int tag_of(const Operation& operation, Phase phase) {
   return static_cast<int>((operation.number & 0xffff) << 15 | static_cast<std::uint64_t>(phase) << 13 | mixed >> 51);
 }
 
-// Elements [first, second) of `count` that rank r of `size` reduces.
-std::pair<std::int64_t, std::int64_t> chunk_of(std::int64_t count, int r, int size) {
-  return {count * r / size, count * (r + 1) / size};
-}
-
 } // namespace
 
 SocketCommunicator::SocketCommunicator(
-    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const GroupOptions& options, bool loopback)
-    : Communicator(rank, size), store_(store), options_(options) {
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const GroupOptions& options,
+    std::shared_ptr<Health> health)
+    : Communicator(rank, size), store_(store), options_(options), health_(std::move(health)) {
   capabilities_ = {
       .backend = "gloo",
       .all_gather = "direct send and receive",
@@ -41,13 +35,12 @@ SocketCommunicator::SocketCommunicator(
       .cpu = true,
       .cuda = false,
       .lacks = {"CUDA tensors", "sums of float8, complex, bool and 8- and 16-bit integer tensors"}};
-  transport_ = std::make_shared<SocketTransport>(store, rank, size, loopback);
-  health_ = std::make_shared<Health>(
-      store, rank, size, options, [transport = std::weak_ptr(transport_)](int /*rank*/, const std::string& /*why*/) {
-        if (const auto alive = transport.lock()) {
-          alive->shut();
-        }
-      });
+  transport_ = std::make_shared<SocketTransport>(store, rank, size, options.address);
+  health_->set_on_break([transport = std::weak_ptr(transport_)](int /*rank*/, const std::string& /*why*/) {
+    if (const auto alive = transport.lock()) {
+      alive->shut();
+    }
+  });
   worker_ = std::thread([this] { run_operations(); });
 }
 
@@ -180,7 +173,7 @@ void SocketCommunicator::run(const OperationPtr& operation) {
     }
     for (int peer = 0; peer < size(); ++peer) {
       if (peer != rank() && !op.header.agrees_with(op.peer_headers[peer])) {
-        throw_mismatch(op.info, rank(), peer, op.header.text(), op.peer_headers[peer].text());
+        throw_mismatch(op.info, rank(), peer, op.header, op.peer_headers[peer]);
       }
     }
     for (const auto& handle : op.receives) {
@@ -286,8 +279,8 @@ std::unique_ptr<Work> SocketCommunicator::all_reduce(
   operation->kept = {tensor};
   auto* data = static_cast<char*>(tensor.mutable_data_ptr());
   const auto dtype = tensor.scalar_type();
+  count(Op::kAllReduce, all_reduce_bytes(tensor.numel(), tensor.element_size(), rank(), size()));
   if (bytes <= kOnePhaseBytes) {
-    count(Op::kAllReduce, bytes * (size() - 1));
     return submit(std::move(operation), [&](SocketOperation& op) {
       auto sources = exchange_chunks(op, data, [bytes](int) { return std::pair{std::int64_t{0}, bytes}; });
       op.finish = [this, &op, data, sources, n = static_cast<std::size_t>(tensor.numel()), dtype, reduce, divisor] {
@@ -300,11 +293,10 @@ std::unique_ptr<Work> SocketCommunicator::all_reduce(
     });
   }
   const auto chunk = [n = tensor.numel(), width = tensor.element_size(), world = size()](int r) {
-    const auto [begin, end] = chunk_of(n, r, world);
+    const auto [begin, end] = all_reduce_chunk(n, r, world);
     return std::pair{begin * width, end * width};
   };
   const auto [own_begin, own_end] = chunk(rank());
-  count(Op::kAllReduce, bytes - (own_end - own_begin) + (own_end - own_begin) * (size() - 1));
   return submit(std::move(operation), [&, own_begin = own_begin, own_end = own_end](SocketOperation& op) {
     auto sources = exchange_chunks(op, data, chunk);
     for (int i = 1; i < size(); ++i) {

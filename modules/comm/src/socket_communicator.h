@@ -26,7 +26,8 @@ struct SocketOperation;
 class SocketCommunicator final : public Communicator {
  public:
   SocketCommunicator(
-      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const GroupOptions& options, bool loopback);
+      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const GroupOptions& options,
+      std::shared_ptr<Health> health);
   ~SocketCommunicator() override;
 
   const Capabilities& capabilities() const override;

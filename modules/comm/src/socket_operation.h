@@ -2,12 +2,11 @@
 
 #include "exchange.h"
 #include "health.h"
-#include "operation.h"
+#include "operation_header.h"
 #include "scratch_pool.h"
 #include "socket_transport.h"
 
 #include <condition_variable>
-#include <cstring>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -15,33 +14,6 @@
 #include <vector>
 
 namespace ebb::comm {
-
-/// What ranks tell each other at the start of each operation, so that a program that calls different things at
-/// different ranks gets an error and not another operation's bytes.
-struct OperationHeader {
-  std::uint64_t number = 0;
-  std::int64_t bytes = 0;
-  std::int32_t op = 0;
-  std::int32_t dtype = 0;
-  std::int32_t detail = 0;
-  char unit[64] = {}; ///< Shortened. For messages only: names need not agree.
-
-  OperationHeader() = default;
-  explicit OperationHeader(const Operation& operation)
-      : number(operation.number),
-        bytes(operation.bytes),
-        op(static_cast<std::int32_t>(operation.op)),
-        dtype(static_cast<std::int32_t>(operation.dtype)),
-        detail(operation.detail) {
-    std::strncpy(unit, operation.unit.c_str(), sizeof(unit) - 1);
-  }
-  bool agrees_with(const OperationHeader& other) const {
-    return number == other.number && bytes == other.bytes && op == other.op && dtype == other.dtype && detail == other.detail;
-  }
-  std::string text() const {
-    return describe_contents(static_cast<Op>(op), unit, bytes, static_cast<c10::ScalarType>(dtype), detail);
-  }
-};
 
 /// A collective of SocketCommunicator, from the call to its end. Filled by the caller's thread, then worked on by the
 /// group's thread alone; `mutex` guards the last three.
@@ -68,26 +40,34 @@ class SocketWork final : public Work {
       : operation_(std::move(operation)), health_(std::move(health)) {}
 
   bool poll() override {
-    return ended_within(std::chrono::milliseconds(0));
+    const bool ended = ended_within(std::chrono::milliseconds(0));
+    if (ended) {
+      rethrow();
+    }
+    return ended;
   }
   void wait() override {
-    if (!poll()) {
+    if (!ended_within(std::chrono::milliseconds(0))) {
       health_->wait([this](std::chrono::milliseconds limit) { return ended_within(limit); }, operation_->info);
     }
+    rethrow();
   }
 
  private:
   bool ended_within(std::chrono::milliseconds limit) {
     std::unique_lock lock(operation_->mutex);
-    operation_->ended_changed.wait_for(lock, limit, [this] { return operation_->ended; });
+    if (operation_->ended || limit.count() == 0) {
+      return operation_->ended;
+    }
+    return operation_->ended_changed.wait_for(lock, limit, [this] { return operation_->ended; });
+  }
+  void rethrow() const {
+    if (operation_->error) {
+      std::rethrow_exception(operation_->error);
+    }
     if (operation_->failed) {
-      lock.unlock();
-      if (operation_->error) {
-        std::rethrow_exception(operation_->error);
-      }
       health_->throw_broken(operation_->info);
     }
-    return operation_->ended;
   }
 
   std::shared_ptr<SocketOperation> operation_;

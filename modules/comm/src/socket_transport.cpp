@@ -1,7 +1,5 @@
 #include "socket_transport.h"
 
-#include "ebb/base/log.h"
-
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
@@ -92,25 +90,13 @@ std::set<std::string> listening_addresses() {
   return found;
 }
 
-std::shared_ptr<gloo::transport::Device> make_device(bool loopback) {
-  if (const char* names = std::getenv("GLOO_SOCKET_IFNAME"); names != nullptr && *names != '\0') {
-    const std::string first(names, std::string(names).find(','));
-    return c10d::ProcessGroupGloo::createDeviceForInterface(first);
-  }
-  if (loopback) {
-    return c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1");
-  }
-  log::debug("ranks are on several hosts and GLOO_SOCKET_IFNAME is not set: using the interface of this host's name");
-  return c10d::ProcessGroupGloo::createDefaultDevice();
-}
-
 // A new device, and the address at which it listens.
-std::pair<std::shared_ptr<gloo::transport::Device>, std::string> make_listening_device(bool loopback) {
+std::pair<std::shared_ptr<gloo::transport::Device>, std::string> make_listening_device(const std::string& host) {
   // Process-wide, because descriptors are: no other group's device may appear between the two looks.
   static std::mutex one_at_a_time;
   const std::lock_guard lock(one_at_a_time);
   const auto before = listening_addresses();
-  auto device = make_device(loopback);
+  auto device = c10d::ProcessGroupGloo::createDeviceForHostname(host);
   for (const auto& address : listening_addresses()) {
     if (before.count(address) == 0) {
       return {std::move(device), address};
@@ -148,9 +134,9 @@ class SocketTransport::Group {
   c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo;
 };
 
-SocketTransport::SocketTransport(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, bool loopback)
+SocketTransport::SocketTransport(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const std::string& host)
     : group_(std::make_unique<Group>()) {
-  auto [device, address] = make_listening_device(loopback);
+  auto [device, address] = make_listening_device(host);
   const auto key = [](int r) { return "device/" + std::to_string(r); };
   store->set(key(rank), std::vector<uint8_t>(address.begin(), address.end()));
   std::set<std::string> peers;

@@ -21,8 +21,8 @@ class SocketTransport {
   using Handle = c10::intrusive_ptr<c10d::Work>;
 
   /// Collective over the ranks of `store`; all must have arrived, since it gives up after a few seconds.
-  /// @param loopback  All ranks are on this host. GLOO_SOCKET_IFNAME wins over it.
-  SocketTransport(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, bool loopback);
+  /// @param host  This host's address, where peers reach it.
+  SocketTransport(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const std::string& host);
   ~SocketTransport();
   SocketTransport(const SocketTransport&) = delete;
   SocketTransport& operator=(const SocketTransport&) = delete;

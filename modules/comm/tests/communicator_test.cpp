@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <c10/util/ScopeExit.h>
 #include <torch/torch.h>
 
 #include <cmath>
@@ -361,6 +362,166 @@ TEST_P(Collectives, WrongArgumentsAreRefusedBeforeAnythingIsSent) {
   });
 }
 
+
+// Runs `body` at every rank and returns what each ended with; "" for a normal end.
+std::vector<std::string> endings(
+    int size, const GroupOptions& options, const std::function<void(const std::shared_ptr<Communicator>&)>& body) {
+  std::vector<std::string> texts(size);
+  test::spawn_ranks(
+      size,
+      [&](const std::shared_ptr<Communicator>& group) {
+        try {
+          body(group);
+        } catch (const std::exception& error) {
+          texts[group->rank()] = message_of(error);
+          const auto* lost = dynamic_cast<const RankLostError*>(&error);
+          texts[group->rank()] += lost ? " <lost " + std::to_string(lost->rank()) + ">" : "";
+          group->abort();
+        }
+      },
+      options);
+  return texts;
+}
+
+TEST_P(Collectives, ARankThatThrowsEndsTheOthersWithAnErrorThatNamesIt) {
+  const int guilty = size() - 1;
+  const auto texts = endings(size(), options(), [&](const std::shared_ptr<Communicator>& group) {
+    const auto tensor = at::zeros({200000});
+    for (int step = 0; step < 3; ++step) {
+      group->set_step(step);
+      const auto work = group->all_reduce(tensor, ReduceOp::kSum, 1, "layers.3");
+      work->wait();
+      work->release();
+      if (group->rank() == guilty && step == 1) {
+        throw std::runtime_error("no more");
+      }
+    }
+  });
+  for (int rank = 0; rank < size(); ++rank) {
+    if (rank == guilty) {
+      EXPECT_EQ(texts[rank], "no more");
+    } else {
+      EXPECT_THAT(texts[rank], HasSubstr("[all_reduce] rank " + std::to_string(guilty)));
+      EXPECT_THAT(texts[rank], HasSubstr("all_reduce of unit 'layers.3' at step 2"));
+      EXPECT_THAT(texts[rank], HasSubstr("<lost " + std::to_string(guilty) + ">"));
+    }
+  }
+}
+
+TEST_P(Collectives, AfterAnAbortEveryCallThrowsAtOnce) {
+  if (size() == 1) {
+    GTEST_SKIP() << "see Single.AfterAnAbortEveryCallThrows";
+  }
+  test::spawn_ranks(
+      size(),
+      [&](const std::shared_ptr<Communicator>& group) {
+        group->barrier();
+        const auto early = group->all_gather(at::zeros({size()}), at::zeros({1}), "early");
+        group->abort();
+        group->abort();
+        EXPECT_THROW(group->barrier(), RankLostError);
+        EXPECT_THROW(group->exchange("x"), RankLostError);
+        EXPECT_THROW(group->all_gather(at::zeros({size()}), at::zeros({1}), "late"), RankLostError);
+        EXPECT_THROW(group->all_reduce(at::zeros({1}), ReduceOp::kSum, 1, "late"), RankLostError);
+      },
+      options());
+}
+
+TEST_P(Collectives, AbortFromAnotherThreadEndsAWait) {
+  if (size() == 1) {
+    GTEST_SKIP() << "a group of one never waits";
+  }
+  const auto texts = endings(size(), options(), [&](const std::shared_ptr<Communicator>& group) {
+    if (group->rank() != 0) {
+      EXPECT_THROW(group->barrier(), RankLostError);
+      return;
+    }
+    std::thread aborter([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(30));
+      group->abort();
+    });
+    const auto join = c10::make_scope_exit([&] { aborter.join(); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    const auto work = group->all_gather(at::zeros({100 * size()}), at::zeros({100}), "never");
+    work->wait();
+    work->release();
+    group->barrier();
+    group->barrier();
+  });
+  EXPECT_THAT(texts[0], HasSubstr("abort()"));
+}
+
+TEST_P(Collectives, DifferentSizesAreAnErrorThatStatesBoth) {
+  if (size() == 1) {
+    GTEST_SKIP() << "nobody to differ from";
+  }
+  for (const std::int64_t count : {10, 100000}) {
+    const auto texts = endings(size(), options(), [&](const std::shared_ptr<Communicator>& group) {
+      group->barrier();
+      const std::int64_t mine = group->rank() == 1 ? count + 1 : count;
+      group->all_gather(at::zeros({mine * size()}), at::zeros({mine}), group->rank() == 1 ? "odd" : "even")->wait();
+    });
+    for (int rank = 0; rank < 2; ++rank) {
+      EXPECT_THAT(texts[rank], HasSubstr("differs between ranks")) << texts[rank];
+      EXPECT_THAT(texts[rank], HasSubstr("all_gather of unit 'even', " + std::to_string(count * 4) + " bytes of Float"));
+      EXPECT_THAT(texts[rank], HasSubstr("all_gather of unit 'odd', " + std::to_string(count * 4 + 4) + " bytes of Float"));
+    }
+  }
+}
+
+TEST_P(Collectives, DifferentOperationsAreAnErrorThatStatesBoth) {
+  if (size() == 1) {
+    GTEST_SKIP() << "nobody to differ from";
+  }
+  const auto texts = endings(size(), options(), [&](const std::shared_ptr<Communicator>& group) {
+    const auto large = at::zeros({1000 * size()});
+    const auto small = at::zeros({1000});
+    if (group->rank() == 0) {
+      group->all_gather(large, small, "here")->wait();
+    } else {
+      group->reduce_scatter(small, large, 1, "there")->wait();
+    }
+  });
+  for (const auto& text : texts) {
+    EXPECT_THAT(text, HasSubstr("all_gather of unit 'here', 4000 bytes of Float"));
+    EXPECT_THAT(text, HasSubstr("reduce_scatter of unit 'there', " + std::to_string(4000 * size()) + " bytes of Float"));
+  }
+}
+
+TEST_P(Collectives, ALatePeerIsATimeoutThatNamesIt) {
+  if (size() == 1) {
+    GTEST_SKIP() << "nobody to wait for";
+  }
+  auto late = options();
+  late.timeout = std::chrono::milliseconds(700);
+  std::atomic<bool> timed_out{false};
+  const auto texts = endings(size(), late, [&](const std::shared_ptr<Communicator>& group) {
+    group->barrier();
+    if (group->rank() == 1) {
+      while (!timed_out) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      }
+      return;
+    }
+    try {
+      group->all_gather(at::zeros({100 * size()}), at::zeros({100}), "layers.7")->wait();
+    } catch (...) {
+      timed_out = true;
+      throw;
+    }
+  });
+  EXPECT_THAT(texts[0], AnyOf(HasSubstr("waited"), HasSubstr("is lost"), HasSubstr("was lost")));
+  EXPECT_THAT(texts[0], HasSubstr("all_gather of unit 'layers.7'"));
+  EXPECT_THAT(texts[0], HasSubstr(size() == 2 ? "rank 1 (" : "rank "));
+}
+
+TEST(Single, AfterAnAbortEveryCallThrows) {
+  const auto group = single();
+  group->barrier();
+  group->abort();
+  EXPECT_THROW(group->barrier(), RankLostError);
+  EXPECT_THROW(group->all_gather(at::zeros({1}), at::zeros({1}), "unit"), RankLostError);
+}
 
 } // namespace
 } // namespace ebb::comm

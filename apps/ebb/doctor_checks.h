@@ -43,7 +43,7 @@ Check check_open_files();
 Check check_gpus(const Machine& machine, bool built_with_cuda);
 
 // Ways between ranks (doctor_network.cpp). Each one is tried for real, on loopback or between two child processes.
-Check check_gloo();
+Check check_gloo(const std::string& address = "127.0.0.1"); ///< Of this host.
 Check check_same_host_reads();
 Check check_nccl();
 Check check_loopback_port();

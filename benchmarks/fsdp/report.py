@@ -9,6 +9,9 @@ NOTES = {
     "resident memory after set-up of the process group and one step of a tiny model; the worst rank",
     "sent": "per rank and step, on the loopback interface, headers included; what ranks of one host read from each other's "
     "memory does not go over it and is in sent_counted_mb, ebb's own count of payload",
+    "floor": "the same program without communication, on as many processes at a time; it updates all parameters where a "
+    "sharded rank updates its part",
+    "fallback": "processor time of one operator that reads one resident parameter, over the same on a plain tensor",
     "formula": "16 bytes a parameter / ranks + frames + gradient buffers (both as the engine reports them) + activations "
     "(the floor's peak of live tensor bytes without parameters, optimizer state and finished gradients)",
 }
@@ -79,7 +82,7 @@ def targets(contenders):
     return out
 
 
-def result(facts, model, contenders, args, rounds, tolerance):
+def result(facts, model, contenders, args, rounds, tolerance, fallback_ns):
     return {
         "benchmark": "fsdp",
         **facts,
@@ -90,6 +93,7 @@ def result(facts, model, contenders, args, rounds, tolerance):
         "steps_per_turn": args.steps,
         "loss_tolerance": tolerance,
         **targets(contenders),
+        **({"fallback_ns": against(round(fallback_ns, 1), 150.0)} if fallback_ns is not None else {}),
         "modes": [mode_entry(c, model) for c in contenders],
         "notes": NOTES,
     }
@@ -120,9 +124,9 @@ def table(result):
     lines.append("")
     for name, entry in result.items():
         if isinstance(entry, dict) and "target" in entry:
-            spread = f"{entry['q1']:.3f}-{entry['q3']:.3f}"
+            spread = f"({entry['q1']:.3f}-{entry['q3']:.3f})" if "q1" in entry else ""
             verdict = "met" if entry["met"] else "missed"
-            lines.append(f"{name:>18}  {entry['median']:.3f}  ({spread})  target {entry['target']:.2f}  {verdict}")
+            lines.append(f"{name:>18}  {entry['median']:8.3f}  {spread:<15}  target {entry['target']:6.2f}  {verdict}")
     machine = result["machine"]
     lines.append(
         f"\n{machine['cores']} cores, {machine['cpu']}, {machine['memory_gb']} GB; torch {result['torch']}; commit "

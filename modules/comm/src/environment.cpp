@@ -297,8 +297,8 @@ int tasks_on_node(const std::string& tasks_per_node, int node) {
     const auto paren = item.find("(x");
     const auto tasks = parse_number(item.substr(0, paren));
     auto nodes = std::optional<int>(1);
-    if (paren != std::string_view::npos && item.back() == ')') {
-      nodes = parse_number(item.substr(paren + 2, item.size() - paren - 3));
+    if (paren != std::string_view::npos) {
+      nodes = item.back() == ')' ? parse_number(item.substr(paren + 2, item.size() - paren - 3)) : std::nullopt;
     }
     if (!tasks || !nodes || *tasks < 0 || *nodes < 1) {
       return 0;

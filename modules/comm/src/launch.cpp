@@ -242,7 +242,7 @@ class Launcher {
     }
     if (kill_at_ && now() > *kill_at_) {
       kill_at_.reset();
-      log::warn("{} ranks did not end after SIGTERM; killing them", running_);
+      log::warn("killing those that did not end after SIGTERM: {}", running_);
       signal_all(SIGKILL);
     }
   }

@@ -61,43 +61,25 @@ std::string identity() {
   return "process " + std::to_string(::getpid()) + " on host " + host.data() + " started at tick " + start;
 }
 
-struct Claim {
-  int generation = 0;
-  std::string identity;
-  static Claim parse(const std::string& text) {
-    Claim claim;
-    std::istringstream in(text);
-    in >> claim.generation;
-    std::getline(in >> std::ws, claim.identity);
-    return claim;
-  }
-  std::string text() const {
-    return std::to_string(generation) + " " + identity;
-  }
-};
-
-int claim_rank(c10d::Store& job, int rank) {
-  const auto key = "rank/" + std::to_string(rank);
-  const Claim first{1, identity()};
-  const auto stored = job.compareSet(key, "", first.text());
-  if (stored == first.text()) {
-    return 1;
-  }
-  const auto before = Claim::parse(stored);
-  TORCH_CHECK_VALUE(
-      before.identity == first.identity, "[init] rank ", rank, " has already joined this job: ", before.identity,
-      "; this is ", first.identity, ". Give every process a rank of its own, and every job a port of its own");
-  const Claim next{before.generation + 1, first.identity};
-  job.set(key, next.text());
-  return next.generation;
+std::string joined_key(int rank) {
+  return "joined/" + std::to_string(rank);
 }
 
-std::string missing_ranks(c10d::Store& job, int size, int generation) {
+/// @return  How many groups this rank has joined, with this one.
+std::int64_t claim_rank(c10d::Store& job, int rank) {
+  const auto mine = identity();
+  const auto owner = job.compareSet("rank/" + std::to_string(rank), "", mine);
+  TORCH_CHECK_VALUE(
+      owner == mine, "[init] rank ", rank, " has already joined this job: ", owner, "; this is ", mine,
+      ". Give every process a rank of its own, and every job a port of its own");
+  return job.add(joined_key(rank), 1);
+}
+
+std::string missing_ranks(c10d::Store& job, int size, std::int64_t generation) {
   constexpr int kNamed = 8;
   std::vector<int> missing;
   for (int rank = 0; rank < size; ++rank) {
-    const auto key = "rank/" + std::to_string(rank);
-    if (!job.check({key}) || Claim::parse(job.get_to_str(key)).generation < generation) {
+    if (job.add(joined_key(rank), 0) < generation) {
       missing.push_back(rank);
     }
   }
@@ -173,7 +155,7 @@ StorePtr enter_job(
 
 StorePtr join_job(const StorePtr& job, int rank, int size, bool hosts_store, Clock::TimePoint deadline) {
   const auto start = std::chrono::steady_clock::now();
-  const int generation = claim_rank(*job, rank);
+  const auto generation = claim_rank(*job, rank);
   const auto name = "group" + std::to_string(generation);
   StorePtr group = c10::make_intrusive<c10d::PrefixStore>(name, job);
   if (rank == 0) {

@@ -42,6 +42,8 @@ class Observer {
   virtual void on_step(const StepInfo&) {}
   /// Metrics that do not belong to a step of training: "eval/loss", ...
   virtual void on_metrics(std::int64_t /*step*/, const std::map<std::string, double>& /*metrics*/) {}
+  /// Text for people: a sample of what a language model writes, ...
+  virtual void on_text(std::int64_t /*step*/, const std::string& /*name*/, const std::string& /*text*/) {}
   virtual void on_samples(std::int64_t /*count*/) {}
   virtual void on_resize(int /*old_world_size*/, int /*new_world_size*/) {}
   virtual void on_checkpoint(const std::string& /*path*/, std::int64_t /*bytes*/) {}

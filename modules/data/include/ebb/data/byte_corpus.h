@@ -13,6 +13,7 @@ namespace ebb::data {
 /// Training and validation never share a byte.
 enum class Split { kTrain, kValidation };
 
+/// How a corpus is cut.
 struct ByteCorpusOptions {
   std::vector<std::string> files = {}; ///< At least one.
   /// Lines at which a new document begins, compared without surrounding spaces. Each must occur at least once in the files

@@ -1,0 +1,63 @@
+#include "subcommand.h"
+
+#include "ebb/base/error.h"
+
+#include <algorithm>
+#include <csignal>
+#include <iostream>
+
+namespace {
+
+using namespace ebb;
+
+/// The error in one line, so that it survives a log of many ranks.
+std::string one_line(std::string text) {
+  while (!text.empty() && text.back() == '\n') {
+    text.pop_back();
+  }
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  return text;
+}
+
+int run(const std::vector<std::string>& arguments, std::vector<const char*> argv) {
+  CLI::App app("ebb trains models that do not fit one machine, from C++.", "ebb");
+  app.set_version_flag("--version", "ebb " EBB_VERSION);
+  app.require_subcommand(1);
+  app.fallthrough();
+  app.footer("Exit codes: 0 done, 1 failed or stopped unsaved, 2 wrong use, 3 bad data, 4 lost peer, 5 preempted and saved.");
+  bool verbose = false;
+  app.add_flag("--verbose", verbose, "With an error, show where in the code it arose.");
+
+  std::function<int()> action;
+  for (const auto& subcommand : app::subcommands()) {
+    auto* command = app.add_subcommand(subcommand.name, subcommand.help);
+    auto body = subcommand.declare(*command, arguments);
+    command->callback([&action, body] { action = body; });
+  }
+  try {
+    app.parse(static_cast<int>(argv.size()), argv.data());
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) { // --help, --version
+      return app.exit(error);
+    }
+    std::cerr << "ebb: " << one_line(error.what()) << "; see " << (arguments.size() > 1 && arguments[1] == "train" ? "ebb train" : "ebb")
+              << " --help" << std::endl;
+    return static_cast<int>(ExitCode::kWrongUse);
+  }
+  try {
+    return action();
+  } catch (const std::exception& error) {
+    std::cerr << "ebb: " << one_line(message_of(error)) << std::endl;
+    if (verbose) {
+      std::cerr << error.what() << std::endl;
+    }
+    return static_cast<int>(exit_code_of(error));
+  }
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+  std::signal(SIGPIPE, SIG_IGN); // Gloo writes to peers that may be gone.
+  return run({argv, argv + argc}, {argv, argv + argc});
+}

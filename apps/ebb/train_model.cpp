@@ -1,0 +1,145 @@
+#include "train_model.h"
+
+#include "ebb/base/error.h"
+#include "ebb/shard/fully_shard.h"
+#include "ebb/shard/replicate.h"
+#include "gpt/gpt.h"
+
+#include <torch/script.h>
+#include <torch/torch.h>
+
+#include <fmt/core.h>
+
+#include <filesystem>
+
+namespace ebb::app {
+namespace {
+
+shard::WrapPolicy wrap_policy(const ParallelOptions& options, bool is_gpt) {
+  if (options.wrap == "root") {
+    return shard::wrap_root();
+  }
+  if (options.wrap == "size" || (options.wrap == "auto" && !is_gpt)) {
+    return shard::wrap_by_size(options.wrap_size);
+  }
+  TORCH_CHECK_VALUE(is_gpt, "--wrap block: a TorchScript model has blocks of its own names; use --wrap size with --wrap-size");
+  return shard::wrap_by_class({"Block"});
+}
+
+template <class Model>
+std::shared_ptr<train::ParameterSet> spread(
+    Model& model, const ParallelOptions& options, bool is_gpt, const std::shared_ptr<comm::Communicator>& world) {
+  const comm::Mesh mesh(world);
+  if (options.strategy == "replicate") {
+    return train::replicated_parameters(shard::replicate(model, {.mesh = mesh}));
+  }
+  const auto strategy = options.strategy == "shard_grad_op" ? shard::Strategy::kShardGradOp
+      : options.strategy == "no_shard"                      ? shard::Strategy::kNoShard
+                                                            : shard::Strategy::kFullShard;
+  return train::sharded_parameters(shard::fully_shard(
+      model,
+      {.mesh = mesh,
+       .strategy = strategy,
+       .wrap = wrap_policy(options, is_gpt),
+       .frames = static_cast<int>(options.frames),
+       .prefetch = static_cast<int>(options.prefetch)}));
+}
+
+/// Dropout draws from a stream of its own on each rank.
+void seed_rank(std::int64_t seed, int rank) {
+  torch::manual_seed(seed);
+  if (rank > 0) {
+    torch::manual_seed(Rng(static_cast<std::uint64_t>(seed)).fork("rank").fork(std::to_string(rank)).next());
+  }
+}
+
+SpreadModel make_gpt(
+    const ModelOptions& options, const ParallelOptions& parallel, const std::shared_ptr<comm::Communicator>& world) {
+  const gpt::Config config{
+      .vocab = *options.vocab, .context = *options.context, .d_model = *options.d_model, .heads = *options.heads, .layers = *options.layers};
+  gpt::GPT model(config);
+  SpreadModel result;
+  result.model.parameters = spread(model, parallel, /*is_gpt=*/true, world);
+  result.model.logits = [model](const at::Tensor& tokens_BT) mutable { return model(tokens_BT); };
+  result.model.loss = [model](const at::Tensor& tokens_BT, const at::Tensor& targets_BT) mutable {
+    return train::next_token_loss(model(tokens_BT), targets_BT);
+  };
+  result.model.set_training = [model](bool training) mutable { model->train(training); };
+  result.model.attention_flops_per_token = 12.0 * static_cast<double>(config.layers * config.context * config.d_model);
+  result.description = fmt::format(
+      "GPT with {} layers of {}, {} heads, context {}, vocabulary {}", config.layers, config.d_model, config.heads, config.context,
+      config.vocab);
+  return result;
+}
+
+torch::jit::Module load_script(const std::string& path) {
+  std::error_code error;
+  TORCH_CHECK_VALUE(
+      std::filesystem::is_regular_file(path, error), "--torchscript: cannot read '", path, "'; check the path and its permissions");
+  try {
+    return torch::jit::load(path);
+  } catch (const std::exception& cause) {
+    const auto text = message_of(cause);
+    EBB_THROW(FormatError, "--torchscript: '", path, "' is no TorchScript archive: ", text.substr(0, text.find('\n')));
+  }
+}
+
+SpreadModel make_script(
+    const ModelOptions& options, const ParallelOptions& parallel, const std::shared_ptr<comm::Communicator>& world) {
+  auto model = load_script(options.torchscript);
+  SpreadModel result;
+  result.model.parameters = spread(model, parallel, /*is_gpt=*/false, world);
+  for (const auto& buffer : model.named_buffers()) {
+    result.model.buffers.emplace_back(buffer.name, buffer.value);
+  }
+  result.model.logits = [model](const at::Tensor& tokens_BT) mutable {
+    const auto output = model.forward({tokens_BT});
+    TORCH_CHECK_VALUE(
+        output.isTensor(), "--torchscript: the model's forward must return logits [B, T, V], got ", output.tagKind());
+    return output.toTensor();
+  };
+  result.model.loss = [logits = result.model.logits](const at::Tensor& tokens_BT, const at::Tensor& targets_BT) {
+    return train::next_token_loss(logits(tokens_BT), targets_BT);
+  };
+  result.model.set_training = [model](bool training) mutable { model.train(training); };
+  result.description = fmt::format("TorchScript model {}", options.torchscript);
+  return result;
+}
+
+} // namespace
+
+void resolve(ModelOptions& options) {
+  const auto preset = gpt::preset(options.preset);
+  options.context = options.context.value_or(preset.context);
+  if (options.torchscript.empty()) {
+    options.vocab = options.vocab.value_or(preset.vocab);
+    options.d_model = options.d_model.value_or(preset.d_model);
+    options.heads = options.heads.value_or(preset.heads);
+    options.layers = options.layers.value_or(preset.layers);
+    TORCH_CHECK_VALUE(
+        *options.d_model % *options.heads == 0, "--d-model: expected a multiple of heads (", *options.heads, "), got ", *options.d_model);
+    return;
+  }
+  for (const auto& [name, given] :
+       {std::pair{"--layers", options.layers}, {"--d-model", options.d_model}, {"--heads", options.heads}, {"--vocab", options.vocab}}) {
+    TORCH_CHECK_VALUE(!given, name, " sets a size of the GPT, but --torchscript brings a model of its own; leave one out");
+  }
+}
+
+void check_trust(const ModelOptions& options, bool trust_code) {
+  TORCH_CHECK_VALUE(
+      options.torchscript.empty() || trust_code, "--torchscript: '", options.torchscript,
+      "' holds code that would run with your rights; add --trust-code if you trust where it comes from");
+}
+
+SpreadModel make_model(
+    const ModelOptions& model, const ParallelOptions& parallel, std::int64_t seed, bool trust_code,
+    const std::shared_ptr<comm::Communicator>& world) {
+  check_trust(model, trust_code);
+  torch::manual_seed(seed);
+  auto result = model.torchscript.empty() ? make_gpt(model, parallel, world) : make_script(model, parallel, world);
+  seed_rank(seed, world->rank());
+  return result;
+}
+
+} // namespace ebb::app

@@ -1,0 +1,103 @@
+#pragma once
+
+#include "ebb/base/options.h"
+#include "ebb/train/train_options.h"
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+// What `ebb train` can be told, by flag and by configuration file. See Note [Options] in ebb/base/options.h.
+namespace ebb::app {
+
+struct ModelOptions {
+  std::string preset = "tiny";
+  std::optional<std::int64_t> layers = {};
+  std::optional<std::int64_t> d_model = {};
+  std::optional<std::int64_t> heads = {};
+  std::optional<std::int64_t> context = {};
+  std::optional<std::int64_t> vocab = {};
+  std::string torchscript = {};
+
+  template <class Visit>
+  static void fields(Visit&& visit) {
+    using O = ModelOptions;
+    visit("preset", &O::preset, "GPT of this size; the flags below change single sizes.", one_of({"tiny", "26m", "124m"}));
+    visit("layers", &O::layers, "Blocks.", at_least(1));
+    visit("d_model", &O::d_model, "Width; a multiple of heads.", at_least(1));
+    visit("heads", &O::heads, "Attention heads.", at_least(1));
+    visit("context", &O::context, "Tokens the model sees at once.", at_least(1));
+    visit("vocab", &O::vocab, "Vocabulary; bytes need 256.", at_least(256));
+    visit("torchscript", &O::torchscript,
+          "Train this TorchScript file instead; its forward maps int64 tokens [B, T] to logits [B, T, V]. Needs --trust-code.", path());
+  }
+};
+
+struct DataOptions {
+  std::vector<std::string> data = {};
+  std::vector<std::string> document_start = {};
+  double validation_fraction = 0.1;
+
+  template <class Visit>
+  static void fields(Visit&& visit) {
+    using O = DataOptions;
+    visit("data", &O::data, "Text files.", path());
+    visit("document_start", &O::document_start, "Lines at which a new document begins; without any, each file is one document.", any_value());
+    visit("validation_fraction", &O::validation_fraction, "Kept from the end of each document for evaluation.", from_up_to(0, 1));
+  }
+};
+
+struct ParallelOptions {
+  std::int64_t nproc = 1;
+  std::string strategy = "full_shard";
+  std::string wrap = "auto";
+  std::int64_t wrap_size = 1'000'000;
+  std::int64_t frames = 2;
+  std::int64_t prefetch = 1;
+
+  template <class Visit>
+  static void fields(Visit&& visit) {
+    using O = ParallelOptions;
+    visit("nproc", &O::nproc, "Local ranks to start; 1 runs in this process, or as the rank that torchrun, srun or mpirun says.", between(1, 1024));
+    visit("strategy", &O::strategy, "What is spread over the ranks.", one_of({"full_shard", "shard_grad_op", "no_shard", "replicate"}));
+    visit("wrap", &O::wrap, "What is gathered together: block, each GPT block; size, modules of wrap_size; root, all at once; auto, block "
+          "for a GPT and size for TorchScript.", one_of({"auto", "block", "size", "root"}));
+    visit("wrap_size", &O::wrap_size, "Parameters from which a module is a unit of its own (wrap size).", at_least(1));
+    visit("frames", &O::frames, "Buffers for gathered units.", at_least(1));
+    visit("prefetch", &O::prefetch, "Units gathered ahead of their use.", at_least(0));
+  }
+};
+
+struct RunOptions {
+  std::string run_dir = "runs/train";
+  std::optional<double> seconds = {};
+
+  template <class Visit>
+  static void fields(Visit&& visit) {
+    using O = RunOptions;
+    visit("run_dir", &O::run_dir, "Where the run's files go: summary.json, config.toml, TensorBoard events. An earlier run's are replaced.", any_value());
+    visit("seconds", &O::seconds, "Stop training after so many seconds, whatever the steps.", above(0));
+  }
+};
+
+/// All of it.
+struct TrainCommandOptions {
+  ModelOptions model;
+  DataOptions data;
+  train::TrainOptions train;
+  ParallelOptions parallel;
+  RunOptions run;
+
+  /// Calls visit(title, options) for each part.
+  template <class Self, class Visit>
+  static void for_each_part(Self& self, Visit&& visit) {
+    visit("Model", self.model);
+    visit("Data", self.data);
+    visit("Training", self.train);
+    visit("Ranks", self.parallel);
+    visit("Run", self.run);
+  }
+};
+
+} // namespace ebb::app

@@ -1,0 +1,196 @@
+#include "train_run.h"
+
+#include "config_file.h"
+#include "run_summary.h"
+#include "stop_signals.h"
+#include "train_model.h"
+
+#include "ebb/base/error.h"
+#include "ebb/base/log.h"
+#include "ebb/train/console_observer.h"
+#include "ebb/train/memory.h"
+#include "ebb/train/sampling.h"
+#include "ebb/train/tensorboard_observer.h"
+
+#include <fmt/core.h>
+#include <nlohmann/json.hpp>
+
+#include <deque>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+
+namespace ebb::app {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// Keeps what the summary needs: the newest losses and the last sample.
+class SummaryObserver final : public Observer {
+ public:
+  void on_step(const StepInfo& info) override {
+    if (const auto loss = info.metrics.find("loss"); loss != info.metrics.end()) {
+      losses_.push_back(loss->second);
+      if (losses_.size() > kNewest) {
+        losses_.pop_front();
+      }
+    }
+  }
+  void on_text(std::int64_t, const std::string&, const std::string& text) override {
+    sample = text;
+  }
+  std::optional<double> mean_loss() const {
+    double sum = 0;
+    for (const double loss : losses_) {
+      sum += loss;
+    }
+    return losses_.empty() ? std::nullopt : std::optional(sum / static_cast<double>(losses_.size()));
+  }
+  std::optional<std::string> sample;
+
+ private:
+  static constexpr std::size_t kNewest = 100;
+  std::deque<double> losses_;
+};
+
+void write_file(const fs::path& path, const std::string& text) {
+  std::ofstream out(path, std::ios::binary | std::ios::trunc);
+  out << text;
+  out.flush();
+  TORCH_CHECK_VALUE(out.good(), "--run-dir: cannot write '", path.string(), "'; check its permissions and the space on the disk");
+}
+
+/// A run directory holds one run: what an earlier one left is replaced, and nothing else is touched.
+void open_run_directory(const fs::path& directory, const TrainCommandOptions& options) {
+  std::error_code error;
+  fs::create_directories(directory, error);
+  TORCH_CHECK_VALUE(!error, "--run-dir: cannot make '", directory.string(), "': ", error.message(), "; give another folder");
+  for (const auto& entry : fs::directory_iterator(directory)) {
+    const auto name = entry.path().filename().string();
+    if (name == "summary.json" || (name.starts_with("events.out.tfevents.") && name.ends_with(".ebb"))) {
+      fs::remove(entry.path(), error);
+    }
+  }
+  write_file(directory / "config.toml", config_text(options));
+}
+
+std::string header(
+    const TrainCommandOptions& options, const SpreadModel& spread, const data::ByteCorpus& corpus, const comm::Communicator& world) {
+  const auto& parameters = *spread.model.parameters;
+  auto text = fmt::format(
+      "{}: {} parameters\n"
+      "{} rank{} ({}), {}: {:.2f} MB of parameters kept on rank 0\n"
+      "{} document{}: {} bytes to train on, {} to validate\n"
+      "{} steps of {} x {} sequences of {} bytes; files in {}\n",
+      spread.description, parameters.num_parameters(), world.size(), world.size() == 1 ? "" : "s", world.capabilities().backend,
+      options.parallel.strategy, static_cast<double>(parameters.bytes()) / 1e6, corpus.documents().size(),
+      corpus.documents().size() == 1 ? "" : "s", corpus.num_bytes(data::Split::kTrain), corpus.num_bytes(data::Split::kValidation),
+      options.train.steps, world.size(), options.train.batch, *options.model.context, options.run.run_dir);
+  return text + parameters.explain() + "\n";
+}
+
+std::vector<RankReport> gather_reports(comm::Communicator& world, const RankReport& mine) {
+  const auto texts = world.exchange(nlohmann::json{mine.peak_memory_bytes, mine.parameter_bytes}.dump());
+  std::vector<RankReport> reports;
+  for (const auto& text : texts) {
+    const auto json = nlohmann::json::parse(text);
+    reports.push_back({json.at(0).get<std::int64_t>(), json.at(1).get<std::int64_t>()});
+  }
+  return reports;
+}
+
+int train(const TrainCommandOptions& options, bool trust_code, const std::shared_ptr<comm::Communicator>& world) {
+  const bool first = world->rank() == 0;
+  const auto corpus = std::make_shared<data::ByteCorpus>(data::ByteCorpusOptions{
+      .files = options.data.data,
+      .document_start = options.data.document_start,
+      .context = *options.model.context,
+      .validation_fraction = options.data.validation_fraction});
+  const auto spread = make_model(options.model, options.parallel, options.train.seed, trust_code, world);
+
+  const auto kept = std::make_shared<SummaryObserver>();
+  std::vector<std::shared_ptr<Observer>> observers{kept};
+  if (first) {
+    open_run_directory(options.run.run_dir, options);
+    observers.push_back(std::make_shared<train::TensorBoardObserver>(options.run.run_dir));
+    observers.push_back(std::make_shared<train::ConsoleObserver>(std::cerr, std::cout));
+    std::cout << header(options, spread, *corpus, *world) << std::endl;
+  }
+  train::TrainJob job({
+      .model = spread.model,
+      .corpus = corpus,
+      .world = world,
+      .options = options.train,
+      .observers = observers,
+      .name = fs::path(options.run.run_dir).filename().string(),
+      .directory = options.run.run_dir,
+  });
+
+  const StopSignals signals(job);
+  const auto began_at = Clock::real().now();
+  const auto status = job.advance({.steps = {}, .seconds = options.run.seconds});
+  RunSummary summary;
+  if (status.metrics.count("eval/loss")) {
+    summary.eval_loss = status.metrics.at("eval/loss");
+  }
+  if (!status.finished && !job.stop_agreed()) { // out of time: end as a whole run does
+    summary.outcome = "out of time";
+    if (corpus->num_windows(data::Split::kValidation) > 0) {
+      summary.eval_loss = job.evaluate();
+    }
+    if (options.train.sample_length > 0) {
+      kept->sample = job.sample();
+    }
+    job.stop();
+  } else if (job.stop_agreed() && !status.finished) {
+    summary.outcome = signals.received() ? fmt::format("stopped by signal {}", signals.received()) : "stopped with another rank";
+    job.stop();
+  } else {
+    summary.outcome = "done";
+  }
+
+  summary.model = spread.description;
+  summary.strategy = options.parallel.strategy;
+  summary.backend = world->capabilities().backend;
+  summary.steps = status.step;
+  summary.planned_steps = options.train.steps;
+  summary.num_parameters = spread.model.parameters->num_parameters();
+  summary.ranks = gather_reports(*world, {train::peak_memory_bytes(), spread.model.parameters->bytes()});
+  summary.train_loss = kept->mean_loss();
+  summary.tokens = job.totals().tokens;
+  summary.seconds = seconds_between(began_at, Clock::real().now());
+  summary.step_seconds = job.totals().step_seconds;
+  summary.tflops_per_rank = summary.step_seconds > 0 ? job.totals().flops / summary.step_seconds * 1e-12 : 0;
+  if (kept->sample) {
+    summary.sample = train::printable(*kept->sample);
+    summary.sample_words = data::count_known_words(*kept->sample, *corpus);
+  }
+  if (first) {
+    const auto file = fs::path(options.run.run_dir) / "summary.json";
+    write_file(file, as_json(summary));
+    std::cout << as_text(summary) << "  details          " << file.string() << std::endl;
+  }
+  world->barrier();
+  if (job.stop_agreed() && !status.finished) {
+    if (first) {
+      std::cerr << "ebb: " << summary.outcome << " after step " << summary.steps
+                << "; the training state was not saved, as checkpoints are not there yet" << std::endl;
+    }
+    return static_cast<int>(ExitCode::kFailure); // kPreempted would promise a saved state
+  }
+  return static_cast<int>(ExitCode::kDone);
+}
+
+} // namespace
+
+int run_train(const TrainCommandOptions& options, bool trust_code, const comm::LaunchEnvironment& environment) {
+  const auto world = comm::init(environment);
+  try {
+    return train(options, trust_code, world);
+  } catch (...) {
+    world->abort(); // The other ranks learn of it now, not at a timeout.
+    throw;
+  }
+}
+
+} // namespace ebb::app

@@ -97,12 +97,18 @@ Pass Engine::current_pass() const {
 }
 
 void Engine::begin_backward_if_needed() {
+  if (armed_ && backward_.expired()) {
+    log::warn("the last backward ended by an exception; what it left behind is dropped");
+    reset();
+  }
   if (armed_) {
     return;
   }
+  auto token = std::make_shared<int>();
+  backward_ = token;
   // Queued at the first touch and not in a gradient hook: a recomputation inside a backward then still belongs to the
   // outer graph task, and autograd::grad(), where no hook fires, gets its end too.
-  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), token = std::move(token)] {
     if (const auto engine = weak.lock()) {
       engine->end_backward();
     }
@@ -178,7 +184,7 @@ bool Engine::keeps(const Unit& /*unit*/, Pass pass) const {
 std::optional<Frame> Engine::frame_for(Unit& unit, bool may_exceed) {
   if (keeps(unit, current_pass())) {
     unit.kept = true;
-    return frames_.take_extra(unit.bytes);
+    return frames_.take_kept(unit.bytes);
   }
   if (auto frame = frames_.take_if_free()) {
     return frame;
@@ -232,10 +238,12 @@ void Engine::start_gather(Unit& unit, Frame frame, bool prefetch) {
   unit.frame = std::move(frame);
   unit.prefetched = prefetch;
   unit.residence = Residence::kGathering;
-  auto* base = static_cast<char*>(unit.frame->memory.data_ptr());
+  const auto& memory = unit.frame->memory;
   for (auto& flat : unit.flats) {
-    flat->storage->fill(base + flat->frame_offset);
-    unit.gathers.push_back(group_->all_gather(flat->flat, flat->shard, unit.name));
+    flat->storage->fill(memory, flat->frame_offset);
+    // Given as a tensor of its own: a gather that is abandoned keeps the memory until the transport is done with it.
+    auto output = memory.narrow(0, flat->frame_offset, flat->padded_bytes()).view(flat->dtype);
+    unit.gathers.push_back(group_->all_gather(output, flat->shard, unit.name));
   }
   check_invariant();
 }
@@ -370,9 +378,10 @@ void Engine::reset() {
     }
     unit->pins = 0;
     if (unit->residence == Residence::kGathering) {
-      // The transport may still be writing into the frame: it goes with the works instead of back to the pool.
+      // The transport may still be writing into the frame: it goes with the works and does not come back to the pool.
       unit->gathers.clear();
       unit->residence = Residence::kResident;
+      frames_.lose(*unit->frame);
     }
     reshard(*unit);
   }

@@ -113,6 +113,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Unit* current_ = nullptr; ///< The unit visited last.
   std::int64_t tick_ = 0;
   bool armed_ = false; ///< A backward has begun and its end is queued.
+  std::weak_ptr<int> backward_; ///< Held by the queued end; gone when it ran or when backward failed.
   int full_scopes_ = 0;
   std::int64_t held_bytes_ = 0;
   std::int64_t peak_held_bytes_ = 0;

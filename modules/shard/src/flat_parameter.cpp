@@ -56,22 +56,20 @@ void FlatParameter::take_over(int rank, bool in_place) {
   const auto begin = rank * shard_numel;
 
   // A shard is filled member by member, so that no copy of the whole unit is ever made.
-  shard_memory = at::zeros({shard_numel}, options);
+  shard = at::zeros({shard_numel}, options);
   for (auto& member : members) {
     if (member.slice_begin < member.slice_end) {
-      shard_memory.narrow(0, member.offset + member.slice_begin - begin, member.slice_end - member.slice_begin)
+      shard.narrow(0, member.offset + member.slice_begin - begin, member.slice_end - member.slice_begin)
           .copy_(member.parameter.reshape({-1}).narrow(0, member.slice_begin, member.slice_end - member.slice_begin));
     }
   }
 
   auto shard_storage = c10::make_intrusive<PagedStorage>(owner, PageKind::kShard, shard_bytes(), device);
-  shard_storage->fill(shard_memory.data_ptr());
-  shard = tensor_on(c10::Storage(shard_storage), /*paged=*/false, dtype, 0, {shard_numel});
-  flat_leaf = tensor_on(c10::Storage(shard_storage), /*paged=*/true, dtype, 0, {shard_numel}).set_requires_grad(requires_grad);
+  shard_storage->fill(shard.view(at::kByte), 0);
 
   storage = c10::make_intrusive<PagedStorage>(owner, PageKind::kUnsharded, padded_bytes(), device);
   if (in_place) {
-    storage->fill(shard_memory.data_ptr());
+    storage->fill(shard.view(at::kByte), 0);
   }
   flat = tensor_on(c10::Storage(storage), /*paged=*/false, dtype, 0, {padded_numel});
   for (auto& member : members) {

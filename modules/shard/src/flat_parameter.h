@@ -55,9 +55,7 @@ struct FlatParameter {
   std::shared_ptr<PageOwner> owner;
   c10::intrusive_ptr<PagedStorage> storage; ///< Under the model's parameters.
   at::Tensor flat; ///< All of `storage`, without the key and with a version counter of its own.
-  at::Tensor shard_memory; ///< Owns the shard's bytes. With kNoShard the whole, always.
-  at::Tensor shard; ///< [shard_numel] on the same bytes, without the key.
-  at::Tensor flat_leaf; ///< The shard as one leaf, for fused optimizers.
+  at::Tensor shard; ///< [shard_numel], without the key; the leaves are on the same bytes. With kNoShard the whole.
   at::Tensor flat_grad; ///< [shard_numel]; the members' grads are views of it. Undefined until the first backward.
 
   std::int64_t element_size() const {

@@ -25,7 +25,7 @@ std::optional<Frame> FramePool::take_if_free() {
   }
   if (made_ < capacity_) {
     ++made_;
-    return Frame{allocate(frame_bytes_, device_), /*extra=*/false};
+    return Frame{allocate(frame_bytes_, device_)};
   }
   return std::nullopt;
 }
@@ -34,7 +34,26 @@ Frame FramePool::take_extra(std::int64_t bytes) {
   return Frame{allocate(bytes, device_), /*extra=*/true};
 }
 
+Frame FramePool::take_kept(std::int64_t bytes) {
+  for (auto parked = parked_.begin(); parked != parked_.end(); ++parked) {
+    if (parked->memory.numel() == bytes) {
+      Frame frame = std::move(*parked);
+      parked_.erase(parked);
+      return frame;
+    }
+  }
+  return Frame{allocate(bytes, device_), /*extra=*/true, /*kept=*/true};
+}
+
+void FramePool::lose(Frame& frame) {
+  made_ -= !frame.extra;
+  frame.lost = true;
+}
+
 void FramePool::give_back(Frame frame) {
+  if (frame.lost) {
+    return;
+  }
 #ifdef EBB_CHECK_INVARIANTS
   // A read of a frame that was given back then shows as NaN.
   if (frame.memory.is_cpu() && frame.memory.numel() > 0) {
@@ -43,12 +62,9 @@ void FramePool::give_back(Frame frame) {
 #endif
   if (!frame.extra) {
     free_.push_back(std::move(frame));
+  } else if (frame.kept) {
+    parked_.push_back(std::move(frame));
   }
-}
-
-void FramePool::release_memory() {
-  made_ -= static_cast<int>(free_.size());
-  free_.clear();
 }
 
 } // namespace ebb::shard

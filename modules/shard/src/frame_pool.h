@@ -12,6 +12,8 @@ namespace ebb::shard {
 struct Frame {
   at::Tensor memory; ///< uint8; its allocation is aligned for every dtype.
   bool extra = false; ///< Beyond the fixed number; freed when given back.
+  bool kept = false; ///< Extra, but made anew in every step: parked when given back.
+  bool lost = false; ///< Not to be reused.
 };
 
 /// A fixed number of equal frames, made when first needed and then reused, never freed in a step (FSDP paper, 3.4: the
@@ -25,7 +27,11 @@ class FramePool {
   std::optional<Frame> take_if_free();
   /// One more than the fixed number.
   Frame take_extra(std::int64_t bytes);
+  /// As take_extra(), for units that are kept in every step: reuses one of the same size.
+  Frame take_kept(std::int64_t bytes);
   void give_back(Frame frame);
+  /// `frame` will not be reused: something may still write into it.
+  void lose(Frame& frame);
 
   bool has_free() const {
     return !free_.empty() || made_ < capacity_;
@@ -36,8 +42,6 @@ class FramePool {
   std::int64_t frame_bytes() const {
     return frame_bytes_;
   }
-  /// Frees the memory of all frames that are not out.
-  void release_memory();
 
  private:
   int capacity_ = 0;
@@ -45,6 +49,7 @@ class FramePool {
   c10::Device device_ = c10::kCPU;
   int made_ = 0;
   std::vector<Frame> free_;
+  std::vector<Frame> parked_;
 };
 
 } // namespace ebb::shard

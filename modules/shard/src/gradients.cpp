@@ -357,7 +357,6 @@ void GradientReducer::show_gradients(const at::Tensor& votes) {
       if (!trainable(*flat)) {
         continue;
       }
-      bool all = true;
       for (auto& member : flat->members) {
         const bool used_somewhere = vote[i++] > 0;
         if (used_somewhere && !member.leaf.grad().defined()) {
@@ -365,9 +364,7 @@ void GradientReducer::show_gradients(const at::Tensor& votes) {
           member.leaf.mutable_grad() = tensor_on(
               flat->flat_grad.storage(), /*paged=*/false, flat->dtype, member.leaf.storage_offset(), {member.leaf.numel()});
         }
-        all = all && member.leaf.grad().defined() && member.leaf.grad().is_alias_of(flat->flat_grad);
       }
-      flat->flat_leaf.mutable_grad() = all ? flat->flat_grad : at::Tensor();
     }
   }
 }

@@ -30,9 +30,12 @@ PagedStorage::PagedStorage(std::shared_ptr<PageOwner> owner, PageKind kind, std:
       owner_(std::move(owner)),
       kind_(kind) {}
 
-void PagedStorage::fill(void* data) {
+void PagedStorage::fill(const at::Tensor& memory, std::int64_t offset) {
   clear_data_ptr_access_error_msg_();
-  set_data_ptr_noswap(c10::DataPtr(data, device()));
+  // Owning: a leaf or a view that a user keeps may outlive the engine.
+  auto keeps = std::make_unique<at::Tensor>(memory);
+  auto* data = static_cast<char*>(memory.data_ptr()) + offset;
+  set_data_ptr_noswap(c10::DataPtr(data, keeps.release(), [](void* kept) { delete static_cast<at::Tensor*>(kept); }, device()));
 }
 
 void PagedStorage::empty(const std::string& message) {

@@ -43,8 +43,8 @@ class PagedStorage : public c10::StorageImpl {
     return kind_;
   }
 
-  /// Points the storage at `data`, which stays its owner's. Raw access works from here on.
-  void fill(void* data);
+  /// Puts the storage on `memory` (uint8), from byte `offset`, and keeps that alive. Raw access works from here on.
+  void fill(const at::Tensor& memory, std::int64_t offset);
   /// Takes the bytes away; raw access throws `message` from here on.
   void empty(const std::string& message);
 

@@ -63,12 +63,6 @@ std::vector<at::Tensor> ShardedModel::parameters() const {
   return leaves;
 }
 
-std::vector<at::Tensor> ShardedModel::flat_parameters() const {
-  std::vector<at::Tensor> leaves;
-  for_each_flat(*engine_, [&](const FlatParameter& flat) { leaves.push_back(flat.flat_leaf); });
-  return leaves;
-}
-
 double ShardedModel::clip_grad_norm_(double max_norm, double norm_type) {
   const bool whole = engine_->options().strategy == Strategy::kNoShard;
   return clip_gradients(parameters(), max_norm, norm_type, whole ? nullptr : &engine_->group());
@@ -83,9 +77,6 @@ void ShardedModel::zero_grad(bool set_to_none) {
       } else {
         grad = at::Tensor();
       }
-    }
-    if (set_to_none) {
-      flat.flat_leaf.mutable_grad() = at::Tensor();
     }
   });
 }

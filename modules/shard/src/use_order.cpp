@@ -47,6 +47,7 @@ void UseOrder::visit(int unit, Pass pass) {
       break;
     }
     case Pass::kBackward: {
+      ++backward_uses_[unit];
       const auto& visits = forward_.current;
       auto i = std::min<std::int64_t>(backward_cursor_, visits.size()) - 1;
       while (i >= 0 && visits[i] != unit) {
@@ -69,7 +70,9 @@ std::vector<int> UseOrder::upcoming(int count) const {
   };
   if (pass_ == Pass::kBackward) {
     for (auto i = backward_cursor_ - 1; i >= 0 && static_cast<int>(units.size()) < count; --i) {
-      add(forward_.current[i]);
+      if (backward_needs(forward_.current[i], backward_uses_[forward_.current[i]])) {
+        add(forward_.current[i]);
+      }
     }
     return units;
   }
@@ -87,7 +90,9 @@ std::vector<int> UseOrder::upcoming(int count) const {
     }
   } else {
     for (auto i = size - 1; i >= 0 && static_cast<int>(units.size()) < count; --i) { // the backward to come
-      add(sequence.last[i]);
+      if (backward_needs(sequence.last[i], 0)) {
+        add(sequence.last[i]);
+      }
     }
   }
   return units;
@@ -95,7 +100,7 @@ std::vector<int> UseOrder::upcoming(int count) const {
 
 std::int64_t UseOrder::next_use(int unit) const {
   if (pass_ == Pass::kBackward) {
-    for (auto i = backward_cursor_ - 1; i >= 0; --i) {
+    for (auto i = backward_cursor_ - 1; i >= 0 && backward_needs(unit, backward_uses_[unit]); --i) {
       if (forward_.current[i] == unit) {
         return backward_cursor_ - i;
       }
@@ -121,7 +126,7 @@ std::int64_t UseOrder::next_use(int unit) const {
     }
     return kNever;
   }
-  for (auto i = size - 1; i >= 0; --i) {
+  for (auto i = size - 1; i >= 0 && backward_needs(unit, 0); --i) {
     if (sequence.last[i] == unit) {
       return remaining + size - i;
     }
@@ -130,6 +135,11 @@ std::int64_t UseOrder::next_use(int unit) const {
 }
 
 void UseOrder::end_step() {
+  if (std::any_of(backward_uses_.begin(), backward_uses_.end(), [](int uses) { return uses > 0; })) {
+    last_backward_uses_ = backward_uses_;
+    knows_backward_ = true;
+    std::fill(backward_uses_.begin(), backward_uses_.end(), 0);
+  }
   forward_.restart();
   backward_cursor_ = 0;
   pass_ = Pass::kForward;

@@ -101,9 +101,6 @@ class ShardedModel {
   std::vector<std::pair<std::string, at::Tensor>> named_parameters() const;
   std::vector<at::Tensor> parameters() const;
 
-  /// One flat leaf per unit and dtype: what ebb's own fused optimizers take. Shares memory and grad with parameters().
-  std::vector<at::Tensor> flat_parameters() const;
-
   /// Global norm of all gradients, of which each is then scaled so that the norm is at most `max_norm`. Collective.
   /// @param norm_type  1, 2 or infinity.
   /// @return The norm before clipping, the same on all ranks.

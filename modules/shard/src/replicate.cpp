@@ -1,0 +1,85 @@
+#include "ebb/shard/replicate.h"
+
+#include "dispatch.h"
+#include "gradient_norm.h"
+#include "module_tree.h"
+#include "reducer.h"
+#include "sync.h"
+
+#include <torch/script.h>
+#include <torch/torch.h>
+
+namespace ebb::shard {
+namespace {
+
+template <class Model>
+ReplicatedModel replicate_model(Model& model, ReplicateOptions options) {
+  TORCH_CHECK_VALUE(
+      options.bucket_bytes > 0 && options.first_bucket_bytes > 0,
+      "[replicate] expected positive bucket sizes, got ", options.bucket_bytes, " and ", options.first_bucket_bytes);
+  const auto tree = ModuleTree::of(model);
+  for (const auto& node : tree.nodes) {
+    for (const auto& [name, tensor] : node.parameters) {
+      TORCH_CHECK_VALUE(
+          !tensor.key_set().has(kPagedKey),
+          "[replicate] '", name, "' is sharded by fully_shard(); choose one of the two for a model");
+    }
+  }
+  const auto group = options.mesh.world();
+  check_same_model(tree, c10::str("replicate, buckets of ", options.bucket_bytes, " and ", options.first_bucket_bytes), *group);
+  if (options.sync_module_states) {
+    broadcast_from_rank0(tree, *group);
+  }
+  auto reducer = std::make_shared<Reducer>(std::move(options), tree);
+  reducer->attach();
+  return ReplicatedModel(std::move(reducer));
+}
+
+} // namespace
+
+ReplicatedModel::ReplicatedModel(std::shared_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {}
+
+std::vector<std::pair<std::string, at::Tensor>> ReplicatedModel::named_parameters() const {
+  return reducer_->named_parameters();
+}
+
+std::vector<at::Tensor> ReplicatedModel::parameters() const {
+  std::vector<at::Tensor> parameters;
+  for (const auto& [name, tensor] : reducer_->named_parameters()) {
+    parameters.push_back(tensor);
+  }
+  return parameters;
+}
+
+double ReplicatedModel::clip_grad_norm_(double max_norm, double norm_type) {
+  return clip_gradients(parameters(), max_norm, norm_type, nullptr);
+}
+
+void ReplicatedModel::zero_grad(bool set_to_none) {
+  for (auto& [name, tensor] : reducer_->named_parameters()) {
+    auto& grad = tensor.mutable_grad();
+    if (grad.defined() && !set_to_none) {
+      grad.zero_();
+    } else {
+      grad = at::Tensor();
+    }
+  }
+}
+
+std::string ReplicatedModel::explain() const {
+  return reducer_->explain();
+}
+
+void ReplicatedModel::reset() {
+  reducer_->reset();
+}
+
+ReplicatedModel replicate(torch::nn::Module& model, ReplicateOptions options) {
+  return replicate_model(model, std::move(options));
+}
+
+ReplicatedModel replicate(torch::jit::Module& model, ReplicateOptions options) {
+  return replicate_model(model, std::move(options));
+}
+
+} // namespace ebb::shard

@@ -1,0 +1,48 @@
+#pragma once
+
+#include "models.h"
+
+#include "ebb/shard/fully_shard.h"
+#include "ebb/shard/replicate.h"
+#include "support/spawn_ranks.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+
+namespace ebb::shard::test {
+
+/// Every module with parameters of its own is a unit.
+inline WrapPolicy wrap_everything() {
+  return wrap_by_size(1);
+}
+
+inline ShardedModel shard_subject(Subject& subject, ShardOptions options) {
+  return subject.module ? fully_shard(*subject.module, std::move(options)) : fully_shard(*subject.script, std::move(options));
+}
+
+/// The text of the exception that `action` throws, without the backtrace; "" when it throws none.
+template <class Action>
+std::string error_of(Action action) {
+  try {
+    action();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+/// A chain of `layers` square Linears, each a unit of its own: "0", "1", ...
+inline torch::nn::Sequential make_chain(int layers, std::int64_t width = 8) {
+  torch::manual_seed(3);
+  torch::nn::Sequential chain;
+  for (int i = 0; i < layers; ++i) {
+    chain->push_back(torch::nn::Linear(width, width));
+  }
+  return chain;
+}
+
+} // namespace ebb::shard::test

@@ -164,7 +164,7 @@ void Engine::visit(Unit& unit) {
 
 void Engine::prefetch() {
   for (const int index : order_.upcoming(options_.prefetch)) {
-    Unit& next = *units_[index];
+    Unit& next = *units_[faults_.wrong_prefetch ? (index + 1) % units_.size() : index];
     if (next.residence != Residence::kSharded) {
       continue;
     }
@@ -496,6 +496,11 @@ void Engine::record_events(bool on) {
   const std::lock_guard lock(mutex_);
   recording_ = on;
   events_.clear();
+}
+
+void Engine::inject(Faults faults) {
+  const std::lock_guard lock(mutex_);
+  faults_ = faults;
 }
 
 std::vector<std::string> Engine::take_events() {

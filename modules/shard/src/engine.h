@@ -18,6 +18,13 @@ namespace ebb::shard {
 
 class GradientReducer;
 
+/// Faults that tests put in, to see that the suite would notice them.
+struct Faults {
+  int skipped_reduce = -1; ///< Index of a unit that keeps its local gradient.
+  int scaled_gradient = -1; ///< Index of a unit whose gradient is 1.01 times what it should be.
+  bool wrong_prefetch = false; ///< Prefetches the unit after the predicted one.
+};
+
 /// One sharded model: which units are resident, what comes next, and when a backward begins and ends.
 ///
 /// Threads: forward and backward may run on different ones; `mutex_` guards everything and is held across collectives, so
@@ -77,6 +84,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Names of units in the order in which their all-gathers and reductions were started; empty unless recording. For
   /// tests of order.
   void record_events(bool on);
+  void inject(Faults faults);
   std::vector<std::string> take_events();
 
  private:
@@ -121,6 +129,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::int64_t kept_bytes_ = 0;
   ShardStats stats_;
   bool recording_ = false;
+  Faults faults_;
   std::vector<std::string> events_;
 };
 

@@ -104,7 +104,9 @@ at::Tensor GradientReducer::take_buffer() {
     }
     if (!releasing_.empty()) {
       for (auto& work : releasing_.front().works) {
-        work->release();
+        if (work) {
+          work->release();
+        }
       }
       free_buffers_.push_back(std::move(releasing_.front().buffer));
       releasing_.pop_front();
@@ -231,7 +233,15 @@ void GradientReducer::reduce(Unit& unit) {
       flat->flat_grad = at::zeros({flat->shard_numel}, flat->shard.options());
     }
     auto output = accumulates ? at::empty_like(flat->flat_grad) : flat->flat_grad;
-    if (sharded) {
+    if (engine_.faults_.scaled_gradient == unit.index) {
+      input.mul_(1.01);
+    }
+    if (engine_.faults_.skipped_reduce == unit.index) {
+      const auto own = sharded ? input.narrow(0, group.rank() * flat->shard_numel, flat->shard_numel) : input;
+      output.copy_(own);
+      input.copy_(output.repeat({input.numel() / output.numel()}));
+      reduction.works.push_back(nullptr);
+    } else if (sharded) {
       reduction.works.push_back(group.reduce_scatter(output, input, divisor, unit.name));
     } else {
       reduction.works.push_back(group.all_reduce(input, comm::ReduceOp::kSum, divisor, unit.name));
@@ -254,7 +264,9 @@ void GradientReducer::collect(InFlight& reduction) {
     if (!trainable(*flat)) {
       continue;
     }
-    reduction.works[i]->wait();
+    if (reduction.works[i]) {
+      reduction.works[i]->wait();
+    }
     auto output = std::exchange(reduction.outputs[i], at::Tensor());
     if (engine_.options().strategy == Strategy::kNoShard) {
       output.copy_(reduction.buffer.narrow(0, flat->frame_offset, flat->padded_bytes()).view(flat->dtype));
@@ -281,7 +293,9 @@ void GradientReducer::collect_all() {
   }
   for (; !releasing_.empty(); releasing_.pop_front()) {
     for (auto& work : releasing_.front().works) {
-      work->release();
+      if (work) {
+        work->release();
+      }
     }
     free_buffers_.push_back(std::move(releasing_.front().buffer));
   }

@@ -359,7 +359,7 @@ TEST(Optimizers, ElementwiseOnesTrainAsUnsharded) {
 TEST(Optimizers, FusedOnesEqualTheStockOnes) {
   for (const bool adam : {true, false}) {
     const auto run = [&](bool fused) {
-      auto subject = make_subject("gpt");
+      auto subject = make_subject("mlp");
       auto model = shard_subject(subject, {.mesh = comm::Mesh(comm::single()), .wrap = wrap_everything()});
       std::unique_ptr<torch::optim::Optimizer> optimizer;
       const auto adam_options = torch::optim::AdamWOptions(1e-2).weight_decay(0.1);

@@ -1,6 +1,7 @@
 #include "doctor_checks.h"
 
 #include "ebb/base/error.h"
+#include "ebb/comm/cuda_status.h"
 #include "ebb/comm/init.h"
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -63,7 +64,12 @@ comm::Capabilities try_gloo(const std::string& address) {
       // Over sockets, also where ranks of one host would rather read each other's memory: that has a line of its own.
       group = comm::connect(
           store, rank, 2,
-          {.backend = "gloo", .timeout = std::chrono::seconds(10), .address = address, .same_host_reads = false});
+          {.backend = "gloo",
+           .timeout = std::chrono::seconds(10),
+           .heartbeat = std::chrono::milliseconds(200),
+           .dead_after = std::chrono::seconds(2),
+           .address = address,
+           .same_host_reads = false});
       const auto one = torch::full({1}, 1.0 + rank);
       group->all_reduce(one, comm::ReduceOp::kSum, 1.0, "doctor")->wait();
       TORCH_CHECK(one.item<float>() == 3.0f, "Gloo added 1 and 2 to ", one.item<float>());
@@ -179,11 +185,7 @@ Check check_same_host_reads() {
 
 Check check_nccl() {
   Check check{.what = "nccl"};
-#ifdef USE_C10D_NCCL
-  check.value = fmt::format("built in; {} GPUs visible to LibTorch", torch::cuda::device_count());
-#else
-  check.value = "not in this build, which computes on the CPU; the preset `cuda` has it";
-#endif
+  check.value = comm::cuda_status().text;
   return check;
 }
 

@@ -1,5 +1,7 @@
 #include "doctor_checks.h"
 
+#include "ebb/comm/cuda_status.h"
+
 #include <torch/version.h>
 
 #include <fmt/core.h>
@@ -27,17 +29,12 @@ Check check_versions() {
 }
 
 std::vector<Check> run_all_checks(const Machine& machine) {
-#ifdef USE_C10D_NCCL
-  constexpr bool kCuda = true;
-#else
-  constexpr bool kCuda = false;
-#endif
   return {
       check_versions(),
       check_gloo(),
       check_same_host_reads(),
       check_nccl(),
-      check_gpus(machine, kCuda),
+      check_gpus(machine, comm::cuda_status().built),
       check_loopback_port(),
       check_interface(machine),
       check_host_name(),

@@ -148,6 +148,7 @@ TEST(Doctor, AGlooGroupThatCannotFormFailsWithTheReason) {
   ASSERT_EQ(name_of(check.verdict), "fail");
   EXPECT_FALSE(check.value.empty());
   EXPECT_THAT(check.remedy, HasSubstr("127.0.0.1"));
+  RecordProperty("reason", check.value);
 }
 
 TEST(Doctor, PeerMemoryIsReadOrTheReasonGiven) {

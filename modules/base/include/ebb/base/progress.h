@@ -11,6 +11,7 @@
 
 namespace ebb {
 
+/// How a progress bar looks.
 struct ProgressOptions {
   std::optional<bool> terminal; ///< Draw a bar rather than print lines; when not given, whether `out` is a terminal.
   int width = 0; ///< Columns of the bar's line, at least 20; 0: the terminal's, 80 when that is not known.

@@ -38,7 +38,7 @@ class FullyShard : public Contender {
             .wrap = shard::wrap_by_type<gpt::BlockImpl>(),
             .sync_module_states = false},
         sharded_(fully_shard(model_, options_)),
-        step_(make_adamw(optimizer, optimizer == "fused" ? sharded_.flat_parameters() : sharded_.parameters())) {}
+        step_(make_adamw(optimizer, sharded_.parameters())) {}
 
   nlohmann::json facts() const override {
     const auto residency = sharded_.residency();

@@ -221,7 +221,7 @@ Check check_disk(const Machine& machine) {
   }
   const double free = static_cast<double>(info.f_bavail) * static_cast<double>(info.f_frsize);
   std::error_code ignored;
-  check.value = fmt::format("{:.1f} GB free at {}", free / kGigabyte, fs::absolute(machine.directory, ignored).string());
+  check.value = fmt::format("{:.1f} GB free at {}", free / kGigabyte, fs::weakly_canonical(machine.directory, ignored).string());
   if (free < 0.2 * kGigabyte) {
     check.verdict = Verdict::kFail;
     check.remedy = "free some space, or give --run-dir on another disk";

@@ -218,7 +218,7 @@ Check check_interface(const Machine& machine) {
   Check check{.what = "interface"};
   const auto wanted = machine.get("GLOO_SOCKET_IFNAME");
   if (!wanted || wanted->empty()) {
-    check.value = "GLOO_SOCKET_IFNAME unset: loopback for local ranks, this host's name otherwise";
+    check.value = "GLOO_SOCKET_IFNAME unset: loopback for local ranks, otherwise the interface that leads to MASTER_ADDR";
     return check;
   }
   std::map<std::string, std::string> addresses; // of the interfaces that are up

@@ -62,14 +62,14 @@ std::string as_text(const std::vector<Check>& checks) {
 }
 
 std::string as_json(const std::vector<Check>& checks) {
-  nlohmann::json lines = nlohmann::json::array();
+  auto lines = nlohmann::ordered_json::array();
   for (const auto& check : checks) {
     lines.push_back(
         {{"verdict", name_of(check.verdict)}, {"what", check.what}, {"value", check.value}, {"remedy", check.remedy}});
   }
-  const nlohmann::json report{{"ok", !any_failed(checks)}, {"checks", lines}};
+  const nlohmann::ordered_json report{{"ok", !any_failed(checks)}, {"checks", lines}};
   // Device and host names may hold any bytes.
-  return report.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+  return report.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
 }
 
 } // namespace ebb::app

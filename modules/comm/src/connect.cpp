@@ -4,6 +4,7 @@
 #include "ebb/base/log.h"
 
 #include "failure.h"
+#include "nccl.h"
 #include "peer_communicator.h"
 #include "socket_communicator.h"
 
@@ -92,8 +93,9 @@ std::shared_ptr<Communicator> connect(const StorePtr& store, int rank, int size,
   TORCH_CHECK_VALUE(
       size >= 1 && rank >= 0 && rank < size, "[connect] expected a rank in [0, size), got rank ", rank, " of ", size);
   TORCH_CHECK_VALUE(
-      options.backend == "auto" || options.backend == "single" || options.backend == "gloo",
-      "[connect] expected backend 'auto', 'single' or 'gloo', got '", options.backend, "'");
+      options.backend == "auto" || options.backend == "single" || options.backend == "gloo" ||
+          options.backend == "nccl",
+      "[connect] expected backend 'auto', 'single', 'gloo' or 'nccl', got '", options.backend, "'");
   TORCH_CHECK_VALUE(
       size == 1 || options.backend != "single", "[connect] backend 'single' is for one rank, got ", size, "; use 'gloo' or 'auto'");
   if (size == 1) {
@@ -107,9 +109,14 @@ std::shared_ptr<Communicator> connect(const StorePtr& store, int rank, int size,
     } else {
       group = std::make_shared<SocketCommunicator>(store, rank, size, options, health);
     }
+    if (options.backend == "nccl" || (options.backend == "auto" && cuda_status().num_gpus > 0)) {
+      group = connect_nccl(store, std::move(group), options, health);
+    }
   } catch (const Error&) {
     throw;
   } catch (const c10::ValueError&) {
+    throw;
+  } catch (const c10::NotImplementedError&) {
     throw;
   } catch (const std::exception& error) {
     // The store or a connection broke: find out who is lost.

@@ -21,9 +21,9 @@ Health::Health(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
       store, rank, size, options, [this](int lost, const std::string& why) { break_group(lost, why); });
 }
 
-void Health::set_on_break(OnBreak on_break) {
+void Health::add_on_break(OnBreak on_break) {
   std::unique_lock lock(mutex_);
-  on_break_ = on_break;
+  on_break_.push_back(on_break);
   if (broken_.load()) {
     const int rank = lost_rank_;
     const auto why = why_;
@@ -42,7 +42,7 @@ void Health::set_step(std::int64_t step) {
 }
 
 void Health::break_group(int rank, const std::string& why) noexcept {
-  OnBreak on_break;
+  std::vector<OnBreak> on_break;
   {
     const std::lock_guard lock(mutex_);
     if (broken_.load()) {
@@ -53,8 +53,8 @@ void Health::break_group(int rank, const std::string& why) noexcept {
     on_break = on_break_;
     broken_.store(true, std::memory_order_release);
   }
-  if (on_break) {
-    on_break(rank, why);
+  for (const auto& call : on_break) {
+    call(rank, why);
   }
 }
 

@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 namespace ebb::comm {
 
@@ -20,13 +21,13 @@ namespace ebb::comm {
 /// operation of this rank end, and tells the peers, so that theirs end too.
 class Health {
  public:
-  /// Cuts the transport, so that waits end. Called once, from any thread; must not block.
+  /// Cuts the transport, so that waits end. Each is called once, from any thread, and must not block.
   using OnBreak = std::function<void(int rank, const std::string& why)>;
 
   Health(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const GroupOptions& options);
 
   /// Called at once where the group is broken already.
-  void set_on_break(OnBreak on_break);
+  void add_on_break(OnBreak on_break);
 
   /// Publishes that this rank is in `operation`, and notes its number.
   /// @throws as check().
@@ -64,7 +65,7 @@ class Health {
   const GroupOptions options_;
   std::atomic<bool> broken_{false};
   std::mutex mutex_; ///< Guards the three below.
-  OnBreak on_break_;
+  std::vector<OnBreak> on_break_;
   int lost_rank_ = -1;
   std::string why_;
   std::unique_ptr<Liveness> liveness_; ///< Last: its thread calls back into this object, so it must end first.

@@ -13,8 +13,7 @@
 namespace ebb::comm {
 namespace {
 
-// Small enough that the accumulators of a block stay in the first-level cache; local, so that the compiler knows that
-// nothing aliases them and vectorises every loop below.
+// Small enough that the accumulators of a block stay in the first-level cache.
 constexpr std::size_t kBlock = 1024;
 
 struct BFloat16Bits {
@@ -71,47 +70,88 @@ bool has_exact_reciprocal(double divisor) {
   return std::abs(std::frexp(divisor, &exponent)) == 0.5 && std::abs(exponent) < 100;
 }
 
-template <class T>
-void combine(T* out, const void* const* sources, int num_sources, std::size_t count, ReduceOp op, double divisor) {
-  using A = decltype(widen(T{}));
+enum class Scale { kNone, kMultiply, kDivide };
+
+template <Scale scale, class A>
+A scaled(A value, A by) {
+  if constexpr (scale == Scale::kMultiply) {
+    return value * by;
+  } else if constexpr (scale == Scale::kDivide) {
+    return value / by;
+  } else {
+    return value;
+  }
+}
+
+// All sources in one pass. `ivdep` tells the compiler that `out` overlaps a source nowhere but at the same element.
+template <Scale scale, int num_sources, class T, class A>
+void sum_in_one_pass(T* out, const T* const* sources, std::size_t count, A by) {
+  const T* source[num_sources];
+  std::copy_n(sources, num_sources, source);
+#pragma GCC ivdep
+  for (std::size_t i = 0; i < count; ++i) {
+    A sum = widen(source[0][i]);
+    for (int s = 1; s < num_sources; ++s) {
+      sum = add(sum, static_cast<A>(widen(source[s][i])));
+    }
+    out[i] = narrow<T>(scaled<scale>(sum, by));
+  }
+}
+
+template <Scale scale, class T, class A>
+void combine_scaled(T* out, const T* const* sources, int num_sources, std::size_t count, ReduceOp op, A by) {
+  if (op == ReduceOp::kSum) {
+    switch (num_sources) {
+      case 1:
+        return sum_in_one_pass<scale, 1>(out, sources, count, by);
+      case 2:
+        return sum_in_one_pass<scale, 2>(out, sources, count, by);
+      case 3:
+        return sum_in_one_pass<scale, 3>(out, sources, count, by);
+      case 4:
+        return sum_in_one_pass<scale, 4>(out, sources, count, by);
+      default:
+        break;
+    }
+  }
   A sum[kBlock];
-  const bool multiply = has_exact_reciprocal(divisor);
   for (std::size_t begin = 0; begin < count; begin += kBlock) {
     const std::size_t n = std::min(kBlock, count - begin);
-    const T* first = static_cast<const T*>(sources[0]) + begin;
     for (std::size_t i = 0; i < n; ++i) {
-      sum[i] = widen(first[i]);
+      sum[i] = widen(sources[0][begin + i]);
     }
     for (int s = 1; s < num_sources; ++s) {
-      const T* next = static_cast<const T*>(sources[s]) + begin;
+      const T* next = sources[s] + begin;
       if (op == ReduceOp::kSum) {
         for (std::size_t i = 0; i < n; ++i) {
-          sum[i] = add(sum[i], widen(next[i]));
+          sum[i] = add(sum[i], static_cast<A>(widen(next[i])));
         }
       } else {
         for (std::size_t i = 0; i < n; ++i) {
-          sum[i] = larger(sum[i], widen(next[i]));
-        }
-      }
-    }
-    T* to = out + begin;
-    if constexpr (!std::is_integral_v<A>) {
-      if (divisor != 1.0 && multiply) {
-        const A factor = static_cast<A>(1.0 / divisor);
-        for (std::size_t i = 0; i < n; ++i) {
-          sum[i] *= factor;
-        }
-      } else if (divisor != 1.0) {
-        const A by = static_cast<A>(divisor);
-        for (std::size_t i = 0; i < n; ++i) {
-          sum[i] /= by;
+          sum[i] = larger(sum[i], static_cast<A>(widen(next[i])));
         }
       }
     }
     for (std::size_t i = 0; i < n; ++i) {
-      to[i] = narrow<T>(sum[i]);
+      out[begin + i] = narrow<T>(scaled<scale>(sum[i], by));
     }
   }
+}
+
+template <class T>
+void combine(void* out, const void* const* sources, int num_sources, std::size_t count, ReduceOp op, double divisor) {
+  using A = decltype(widen(T{}));
+  auto* to = static_cast<T*>(out);
+  const auto* from = reinterpret_cast<const T* const*>(sources);
+  if constexpr (!std::is_integral_v<A>) {
+    if (divisor != 1 && has_exact_reciprocal(divisor)) {
+      return combine_scaled<Scale::kMultiply>(to, from, num_sources, count, op, static_cast<A>(1 / divisor));
+    }
+    if (divisor != 1) {
+      return combine_scaled<Scale::kDivide>(to, from, num_sources, count, op, static_cast<A>(divisor));
+    }
+  }
+  combine_scaled<Scale::kNone>(to, from, num_sources, count, op, A{1});
 }
 
 } // namespace
@@ -134,17 +174,17 @@ void combine_in_order(
     void* out, const void* const* sources, int num_sources, std::size_t count, c10::ScalarType dtype, ReduceOp op, double divisor) {
   switch (dtype) {
     case c10::ScalarType::Float:
-      return combine(static_cast<float*>(out), sources, num_sources, count, op, divisor);
+      return combine<float>(out, sources, num_sources, count, op, divisor);
     case c10::ScalarType::Double:
-      return combine(static_cast<double*>(out), sources, num_sources, count, op, divisor);
+      return combine<double>(out, sources, num_sources, count, op, divisor);
     case c10::ScalarType::BFloat16:
-      return combine(static_cast<BFloat16Bits*>(out), sources, num_sources, count, op, divisor);
+      return combine<BFloat16Bits>(out, sources, num_sources, count, op, divisor);
     case c10::ScalarType::Half:
-      return combine(static_cast<c10::Half*>(out), sources, num_sources, count, op, divisor);
+      return combine<c10::Half>(out, sources, num_sources, count, op, divisor);
     case c10::ScalarType::Int:
-      return combine(static_cast<std::int32_t*>(out), sources, num_sources, count, op, divisor);
+      return combine<std::int32_t>(out, sources, num_sources, count, op, divisor);
     case c10::ScalarType::Long:
-      return combine(static_cast<std::int64_t*>(out), sources, num_sources, count, op, divisor);
+      return combine<std::int64_t>(out, sources, num_sources, count, op, divisor);
     default:
       TORCH_INTERNAL_ASSERT(false, "combine_in_order: dtype ", dtype);
   }

@@ -41,7 +41,7 @@ PeerCommunicator::PeerCommunicator(
       .cuda = false,
       .lacks = {"CUDA tensors", "sums of float8, complex, bool and 8- and 16-bit integer tensors"}};
   group_ = std::make_shared<PeerGroup>(rank, size, std::move(memory), health_);
-  health_->set_on_break([group = std::weak_ptr(group_)](int cause, const std::string& why) {
+  health_->add_on_break([group = std::weak_ptr(group_)](int cause, const std::string& why) {
     if (const auto alive = group.lock()) {
       alive->fail(cause, why);
     }

@@ -58,37 +58,46 @@ void PeerGroup::post(const OperationPtr& operation) {
   }
   own.reduced.store(0, std::memory_order_relaxed);
   own.header = op.header;
-  const bool is_reader = op.info.op == Op::kBroadcast && op.info.detail != rank_;
-  if (op.info.bytes <= kInlineBytes && op.info.bytes > 0 && !is_reader) {
-    std::memcpy(own.inline_bytes, op.input, static_cast<std::size_t>(op.info.bytes));
+  const bool gives = op.info.op != Op::kBroadcast || op.info.detail == rank_;
+  if (gives && op.info.bytes <= kInlineBytes) {
+    if (op.info.bytes > 0) {
+      std::memcpy(own.inline_bytes, op.input, static_cast<std::size_t>(op.info.bytes));
+    }
     own.address = 0;
   } else {
     own.address = reinterpret_cast<std::uint64_t>(op.input);
+    op.read_in_place = gives && (op.info.op == Op::kAllReduce || op.info.op == Op::kBroadcast);
   }
   own.posted.store(op.info.number + 1, std::memory_order_release);
   active_.push_back(operation);
   memory_->ring_all();
 }
 
+bool PeerGroup::is_done(const PeerOperation& op) const {
+  return op.complete && (!op.read_in_place || all_have_read(op));
+}
+
 bool PeerGroup::poll(PeerOperation& op) {
   const std::lock_guard lock(mutex_);
-  if (!op.complete && !op.failed && !health_->broken()) {
+  if (is_done(op)) {
+    return true;
+  }
+  if (!op.failed && !health_->broken()) {
     advance(op);
-    if (!op.complete) {
-      check_peers(op);
+    if (is_done(op)) {
+      return true;
     }
+    check_peers(op);
   }
-  if (!op.complete) {
-    rethrow(op);
-  }
-  return op.complete;
+  rethrow(op);
+  return false;
 }
 
 void PeerGroup::wait(PeerOperation& op) {
   if (!poll(op)) {
-    wait_until([&] { return op.complete || op.failed; }, op.info);
+    wait_until([&] { return is_done(op) || op.failed; }, op.info);
     const std::lock_guard lock(mutex_);
-    if (!op.complete) {
+    if (!is_done(op)) {
       rethrow(op);
     }
   }

@@ -32,6 +32,7 @@ struct PeerOperation {
   int read = 0; ///< Peers in kRead.
   bool reduced = false;
   bool complete = false; ///< The output is valid.
+  bool read_in_place = false; ///< Peers read the output itself: not the caller's before they have.
   bool failed = false;
   std::exception_ptr error; ///< Of a failed one; null where the group's Health knows more.
 };
@@ -47,7 +48,7 @@ class PeerGroup {
 
   /// Gives the operation to the peers. Waits where kSlots operations have not been read by all yet.
   void post(const OperationPtr& operation);
-  /// Whether the output is valid, after moving on as far as possible without waiting.
+  /// Whether the output is valid and the caller's, after moving on as far as possible without waiting.
   bool poll(PeerOperation& operation);
   void wait(PeerOperation& operation);
   /// Waits until all peers have read the input.
@@ -70,6 +71,7 @@ class PeerGroup {
   }
   /// Waits for `done`, called under the mutex, moving on everything.
   void wait_until(const std::function<bool()>& done, const Operation& operation);
+  bool is_done(const PeerOperation& operation) const;
   bool all_have_read(const PeerOperation& operation) const;
   void rethrow(const PeerOperation& operation);
 

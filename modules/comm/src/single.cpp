@@ -3,6 +3,8 @@
 #include "failure.h"
 #include "ordered_sum.h"
 
+#include <torch/torch.h>
+
 #include <atomic>
 #include <cstring>
 
@@ -21,8 +23,7 @@ class DoneWork final : public Work {
 class SingleCommunicator final : public Communicator {
  public:
   SingleCommunicator() : Communicator(0, 1) {
-    capabilities_ = {.backend = "single", .all_gather = "copy", .reduce_scatter = "copy", .cpu = true, .cuda = false,
-                     .lacks = {"CUDA tensors"}};
+    capabilities_ = {.backend = "single", .all_gather = "copy", .reduce_scatter = "copy", .cpu = true, .cuda = true, .lacks = {}};
   }
 
   const Capabilities& capabilities() const override {
@@ -30,24 +31,28 @@ class SingleCommunicator final : public Communicator {
   }
 
   std::unique_ptr<Work> all_gather(const at::Tensor& output, const at::Tensor& input, std::string_view unit) override {
-    check_all_gather(output, input, 1, c10::kCPU, unit);
+    check_all_gather(output, input, 1, device_of(input), unit);
     count(Op::kAllGather);
     if (input.nbytes() > 0 && output.const_data_ptr() != input.const_data_ptr()) {
-      std::memcpy(output.mutable_data_ptr(), input.const_data_ptr(), input.nbytes());
+      if (input.is_cpu()) {
+        std::memcpy(output.mutable_data_ptr(), input.const_data_ptr(), input.nbytes());
+      } else {
+        output.view(-1).copy_(input.view(-1));
+      }
     }
     return std::make_unique<DoneWork>();
   }
 
   std::unique_ptr<Work> reduce_scatter(
       const at::Tensor& output, const at::Tensor& input, double divisor, std::string_view unit) override {
-    check_reduce_scatter(output, input, divisor, 1, c10::kCPU, unit);
+    check_reduce_scatter(output, input, divisor, 1, device_of(input), unit);
     count(Op::kReduceScatter);
     reduce(output, input, ReduceOp::kSum, divisor);
     return std::make_unique<DoneWork>();
   }
 
   std::unique_ptr<Work> all_reduce(const at::Tensor& tensor, ReduceOp op, double divisor, std::string_view unit) override {
-    check_all_reduce(tensor, divisor, c10::kCPU, unit);
+    check_all_reduce(tensor, divisor, device_of(tensor), unit);
     count(Op::kAllReduce);
     if (divisor != 1) {
       reduce(tensor, tensor, op, divisor);
@@ -56,7 +61,7 @@ class SingleCommunicator final : public Communicator {
   }
 
   std::unique_ptr<Work> broadcast(const at::Tensor& tensor, int root, std::string_view unit) override {
-    check_broadcast(tensor, root, 1, c10::kCPU, unit);
+    check_broadcast(tensor, root, 1, device_of(tensor), unit);
     count(Op::kBroadcast);
     return std::make_unique<DoneWork>();
   }
@@ -94,7 +99,16 @@ class SingleCommunicator final : public Communicator {
     ++traffic_.calls[static_cast<std::size_t>(op)];
   }
 
+  // All devices are served: whoever asks for the group of one has a place for its tensors.
+  static c10::DeviceType device_of(const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.device().type() : c10::kCPU;
+  }
+
   static void reduce(const at::Tensor& output, const at::Tensor& input, ReduceOp op, double divisor) {
+    if (!input.is_cpu()) {
+      output.view(-1).copy_(divisor == 1 ? input.view(-1) : input.view(-1).div(divisor));
+      return;
+    }
     const void* source = input.const_data_ptr();
     combine_in_order(
         output.mutable_data_ptr(), &source, 1, static_cast<std::size_t>(input.numel()), input.scalar_type(), op, divisor);

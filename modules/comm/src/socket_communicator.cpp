@@ -36,7 +36,7 @@ SocketCommunicator::SocketCommunicator(
       .cuda = false,
       .lacks = {"CUDA tensors", "sums of float8, complex, bool and 8- and 16-bit integer tensors"}};
   transport_ = std::make_shared<SocketTransport>(store, rank, size, options.address);
-  health_->set_on_break([transport = std::weak_ptr(transport_)](int /*rank*/, const std::string& /*why*/) {
+  health_->add_on_break([transport = std::weak_ptr(transport_)](int /*rank*/, const std::string& /*why*/) {
     if (const auto alive = transport.lock()) {
       alive->shut();
     }
@@ -166,10 +166,10 @@ void SocketCommunicator::run(const OperationPtr& operation) {
   std::exception_ptr error;
   try {
     for (const auto& handle : op.header_receives) {
-      SocketTransport::wait(handle);
+      transport_->wait(handle);
     }
     for (const auto& handle : op.header_sends) {
-      SocketTransport::wait(handle); // Before any complaint, so that the others can complain too.
+      transport_->wait(handle); // Before any complaint, so that the others can complain too.
     }
     for (int peer = 0; peer < size(); ++peer) {
       if (peer != rank() && !op.header.agrees_with(op.peer_headers[peer])) {
@@ -177,13 +177,13 @@ void SocketCommunicator::run(const OperationPtr& operation) {
       }
     }
     for (const auto& handle : op.receives) {
-      SocketTransport::wait(handle);
+      transport_->wait(handle);
     }
     if (op.finish) {
       op.finish();
     }
     for (const auto& handle : op.sends) {
-      SocketTransport::wait(handle);
+      transport_->wait(handle);
     }
   } catch (const c10::ValueError& mismatch) {
     failed = true;
@@ -285,7 +285,7 @@ std::unique_ptr<Work> SocketCommunicator::all_reduce(
       auto sources = exchange_chunks(op, data, [bytes](int) { return std::pair{std::int64_t{0}, bytes}; });
       op.finish = [this, &op, data, sources, n = static_cast<std::size_t>(tensor.numel()), dtype, reduce, divisor] {
         for (const auto& handle : op.sends) {
-          SocketTransport::wait(handle); // The sum overwrites what is sent.
+          transport_->wait(handle); // The sum overwrites what is sent.
         }
         op.sends.clear();
         combine_in_order(data, sources.data(), size(), n, dtype, reduce, divisor);
@@ -312,7 +312,7 @@ std::unique_ptr<Work> SocketCommunicator::all_reduce(
         send(op, data + own_begin, own_end - own_begin, (rank() + i) % size(), kSecond);
       }
       for (const auto& handle : op.late_receives) {
-        SocketTransport::wait(handle);
+        transport_->wait(handle);
       }
     };
   });

@@ -1,5 +1,6 @@
 #include "socket_transport.h"
 
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
@@ -30,7 +31,7 @@ using namespace std::chrono_literals;
 // be shut by mistake; the duplicates are closed with the group.
 
 constexpr auto kFormingTimeout = 3s; // Gloo multiplies it by five where a peer dies while forming.
-constexpr auto kRunningTimeout = 24h; // Timeouts are Liveness's business.
+constexpr std::chrono::milliseconds kRunningTimeout = 24h; // Timeouts are Liveness's business.
 
 std::string address_text(const sockaddr_storage& address) {
   char text[INET6_ADDRSTRLEN] = "";
@@ -177,12 +178,28 @@ SocketTransport::Handle SocketTransport::receive(void* data, std::size_t bytes, 
 }
 
 void SocketTransport::wait(const Handle& handle) {
-  handle->wait();
+  {
+    const std::lock_guard lock(waiting_mutex_);
+    TORCH_CHECK(!shut_, "the connections of this group were cut");
+    waiting_for_ = handle;
+  }
+  const auto done = c10::make_scope_exit([&] {
+    const std::lock_guard lock(waiting_mutex_);
+    waiting_for_.reset();
+  });
+  // Without a limit Gloo takes the one from when the group was formed.
+  TORCH_CHECK(handle->wait(kRunningTimeout), "the connections of this group were cut");
 }
 
 void SocketTransport::shut() noexcept {
   for (const int fd : sockets_->duplicates) {
     ::shutdown(fd, SHUT_RDWR);
+  }
+  // Ends most waits; but Gloo forgets a transfer that was about to be written when its connection ended.
+  const std::lock_guard lock(waiting_mutex_);
+  shut_ = true;
+  if (waiting_for_) {
+    waiting_for_->abort();
   }
 }
 

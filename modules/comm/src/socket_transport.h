@@ -1,6 +1,7 @@
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <cstddef>
 #include <memory>
@@ -10,7 +11,6 @@
 
 namespace c10d {
 class Store;
-class Work;
 } // namespace c10d
 
 namespace ebb::comm {
@@ -32,8 +32,9 @@ class SocketTransport {
   Handle send(const void* data, std::size_t bytes, int peer, int tag);
   Handle receive(void* data, std::size_t bytes, int peer, int tag);
 
-  /// Blocks until the transfer is done. Throws whatever Gloo throws when the connection is gone.
-  static void wait(const Handle& handle);
+  /// Blocks until the transfer is done. For one thread. Throws whatever Gloo throws when the connection is gone, and
+  /// at once when this rank has cut it.
+  void wait(const Handle& handle);
 
   /// Cuts all connections: every wait in this group ends with an exception, here and at the peers.
   void shut() noexcept;
@@ -43,7 +44,10 @@ class SocketTransport {
   class Group;
   std::unique_ptr<Sockets> sockets_;
   std::unique_ptr<Group> group_;
-  std::mutex mutex_;
+  std::mutex mutex_; ///< Around calls of Gloo that start a transfer.
+  std::mutex waiting_mutex_; ///< Guards the two below.
+  Handle waiting_for_;
+  bool shut_ = false;
 };
 
 } // namespace ebb::comm

@@ -11,6 +11,7 @@
 #include <c10/util/ScopeExit.h>
 #include <torch/torch.h>
 
+#include <barrier>
 #include <cmath>
 #include <functional>
 #include <thread>
@@ -54,11 +55,9 @@ INSTANTIATE_TEST_SUITE_P(
 
 // What rank r holds: the same at every rank that asks, different between ranks and elements, and not exact in sums.
 at::Tensor values(int rank, std::int64_t count, at::ScalarType dtype, int salt = 0) {
-  auto generator = at::make_generator<at::CPUGeneratorImpl>(1000 + 17 * rank + salt);
-  if (!at::isFloatingType(dtype)) {
-    return at::randint(-1000, 1000, {count}, generator, at::TensorOptions(dtype));
-  }
-  return at::randn({count}, generator, at::TensorOptions(at::kDouble)).to(dtype);
+  const auto place = at::arange(count, at::kInt) * (7919 + 104729 * rank) + (salt * 65537 + rank);
+  const auto mixed = at::remainder(place, 20011) - 10007; // signed, without pattern for a reader's eye
+  return at::isFloatingType(dtype) ? (mixed.to(at::kDouble) / 769).to(dtype) : mixed.to(dtype);
 }
 
 // The sum that a program without ebb would take: rank by rank, then one division; half types in float.
@@ -78,7 +77,7 @@ at::Tensor summed(int size, std::int64_t count, at::ScalarType dtype, double div
 }
 
 const std::vector<at::ScalarType> kSummedTypes = {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf};
-const std::vector<std::int64_t> kCounts = {0, 1, 3, 1025, 100003};
+const std::vector<std::int64_t> kCounts = {0, 1, 3, 1025, 70001};
 
 TEST_P(Collectives, AllGatherConcatenatesInRankOrder) {
   on_ranks([&](Communicator& group) {
@@ -115,7 +114,7 @@ TEST_P(Collectives, ReduceScatterAddsInRankOrderAndDividesOnce) {
   on_ranks([&](Communicator& group) {
     for (const auto dtype : kSummedTypes) {
       for (const auto count : kCounts) {
-        for (const double divisor : {1.0, double(size()), 3.0, 0.7}) {
+        for (const double divisor : {double(size()), 0.7}) {
           const auto input = values(group.rank(), count * size(), dtype);
           const auto output = at::empty({count}, at::TensorOptions(dtype));
           group.reduce_scatter(output, input, divisor, "unit")->wait();
@@ -280,7 +279,7 @@ TEST_P(Collectives, AfterReleaseTheInputMayBeOverwritten) {
 TEST_P(Collectives, DroppedWorkLeavesTheGroupUsable) {
   on_ranks([&](Communicator& group) {
     const std::int64_t count = 30000;
-    for (int round = 0; round < 20; ++round) {
+    for (int round = 0; round < 8; ++round) {
       // Dropped with its tensors, at some ranks before the peers have even called.
       if ((group.rank() + round) % 2 == 0) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -412,43 +411,45 @@ TEST_P(Collectives, AfterAnAbortEveryCallThrowsAtOnce) {
   if (size() == 1) {
     GTEST_SKIP() << "see Single.AfterAnAbortEveryCallThrows";
   }
-  test::spawn_ranks(
-      size(),
-      [&](const std::shared_ptr<Communicator>& group) {
-        group->barrier();
-        const auto early = group->all_gather(at::zeros({size()}), at::zeros({1}), "early");
-        group->abort();
-        group->abort();
-        EXPECT_THROW(group->barrier(), RankLostError);
-        EXPECT_THROW(group->exchange("x"), RankLostError);
-        EXPECT_THROW(group->all_gather(at::zeros({size()}), at::zeros({1}), "late"), RankLostError);
-        EXPECT_THROW(group->all_reduce(at::zeros({1}), ReduceOp::kSum, 1, "late"), RankLostError);
-      },
-      options());
+  std::barrier all_are_there(size());
+  on_ranks([&](Communicator& group) {
+    const auto early = group.all_gather(at::zeros({size()}), at::zeros({1}), "early");
+    early->wait();
+    all_are_there.arrive_and_wait();
+    group.abort();
+    group.abort();
+    EXPECT_THROW(group.barrier(), RankLostError);
+    EXPECT_THROW(group.exchange("x"), RankLostError);
+    EXPECT_THROW(group.all_gather(at::zeros({size()}), at::zeros({1}), "late"), RankLostError);
+    EXPECT_THROW(group.all_reduce(at::zeros({1}), ReduceOp::kSum, 1, "late"), RankLostError);
+    early->wait(); // It had ended well.
+  });
 }
 
 TEST_P(Collectives, AbortFromAnotherThreadEndsAWait) {
   if (size() == 1) {
     GTEST_SKIP() << "a group of one never waits";
   }
+  std::atomic<bool> ended{false};
   const auto texts = endings(size(), options(), [&](const std::shared_ptr<Communicator>& group) {
     if (group->rank() != 0) {
-      EXPECT_THROW(group->barrier(), RankLostError);
+      while (!ended) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
       return;
     }
     std::thread aborter([&] {
       std::this_thread::sleep_for(std::chrono::milliseconds(30));
       group->abort();
     });
-    const auto join = c10::make_scope_exit([&] { aborter.join(); });
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    const auto work = group->all_gather(at::zeros({100 * size()}), at::zeros({100}), "never");
-    work->wait();
-    work->release();
-    group->barrier();
-    group->barrier();
+    const auto join = c10::make_scope_exit([&] {
+      aborter.join();
+      ended = true;
+    });
+    group->all_gather(at::zeros({100 * size()}), at::zeros({100}), "never")->wait();
   });
   EXPECT_THAT(texts[0], HasSubstr("abort()"));
+  EXPECT_THAT(texts[0], HasSubstr("all_gather of unit 'never'"));
 }
 
 TEST_P(Collectives, DifferentSizesAreAnErrorThatStatesBoth) {

@@ -44,7 +44,8 @@ struct Capabilities {
 ///
 /// Every method that returns Work, and exchange() and barrier(), is collective: all ranks call it, in the same order,
 /// with tensors of the same size and dtype. Tensors must be contiguous and on a device that the backend serves. The
-/// caller keeps inputs unchanged until Work::release() and outputs unread until Work::wait().
+/// caller keeps inputs unchanged until Work::release() and outputs unread until Work::wait(); tensors that are both, of
+/// all_reduce and broadcast, are the caller's again after Work::wait().
 ///
 /// Exactness: on CPU backends sums are taken in rank order, ((g0 + g1) + g2) + ..., in the tensor's dtype (float for
 /// half types), then divided once: the same bits at every rank and with every algorithm. NCCL sums in its own order.

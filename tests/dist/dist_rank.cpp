@@ -9,6 +9,7 @@
 //   return RANK STEP           as steps, but RANK ends well at STEP
 //   busy RANK SECONDS          RANK computes for SECONDS between two all-reduces
 //   signals                    prints the signals that arrive; ends with code 7 at the first SIGTERM
+// EBB_DIST_TRANSPORT=sockets keeps ranks from reading each other's memory.
 // Mode without a group:
 //   early RANK CODE            RANK ends with CODE before it joins, the others join
 
@@ -106,7 +107,8 @@ int run(const std::vector<std::string>& args) {
     }
     ::pthread_sigmask(SIG_BLOCK, &waited_for, nullptr); // before any thread starts
   }
-  const auto group = comm::init(environment);
+  const char* transport = std::getenv("EBB_DIST_TRANSPORT");
+  const auto group = comm::init(environment, {.same_host_reads = !transport || std::string(transport) != "sockets"});
   say("rank " + std::to_string(group->rank()) + " of " + std::to_string(group->size()) + " joined");
   if (mode == "steps") {
     steps(*group, number(1), number(2), -1, -1, false);

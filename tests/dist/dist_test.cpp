@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <memory>
 
 namespace ebb::test {
 namespace {
@@ -31,6 +32,17 @@ const std::vector<std::string> kQuick{"EBB_HEARTBEAT_MS=100", "EBB_DEAD_AFTER_MS
 // No peer is lost for its silence within a test.
 const std::vector<std::string> kPatient{"EBB_HEARTBEAT_MS=100", "EBB_DEAD_AFTER_MS=600000"};
 
+// How the ranks move tensors; what they see of a peer's end differs.
+class DistBy : public ::testing::TestWithParam<const char*> {
+ protected:
+  static std::vector<std::string> with(std::vector<std::string> changes) {
+    changes.push_back(std::string("EBB_DIST_TRANSPORT=") + GetParam());
+    return changes;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(
+    Transport, DistBy, ::testing::Values("sockets", "memory"), [](const auto& info) { return std::string(info.param); });
+
 int free_port() {
   const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   sockaddr_in address{};
@@ -43,38 +55,40 @@ int free_port() {
   return ntohs(address.sin_port);
 }
 
-TEST(Dist, RanksReduceAndEndWell) {
-  Job job(launch(3, {"steps", "20", "1"}), kPatient);
+TEST_P(DistBy, RanksReduceAndEndWell) {
+  Job job(launch(3, {"steps", "20", "1"}), with(kPatient));
   EXPECT_EQ(job.wait(), 0) << job.output();
   EXPECT_THAT(job.lines_with("done, sum 6"), SizeIs(3)) << job.output();
-  EXPECT_THAT(job.lines_with("WARN"), SizeIs(0)) << job.output();
+  EXPECT_THAT(job.lines_with("[warning]"), SizeIs(0)) << job.output();
+  EXPECT_THAT(job.lines_with("[W"), SizeIs(0)) << job.output(); // of c10d
 }
 
-TEST(Dist, AKilledRankIsNamedByAllOthersAtOnce) {
-  Job job(launch(4, {"steps", "1000000", "1"}), kPatient);
+TEST_P(DistBy, AKilledRankIsNamedByAllOthersAtOnce) {
+  Job job(launch(4, {"steps", "1000000", "1"}), with(kPatient));
   for (const char* rank : {"0", "1", "2", "3"}) {
     ASSERT_NE(job.wait_for(std::string("rank ") + rank + " is stepping"), "") << job.output();
   }
   ::kill(job.pid_of_rank(2), SIGKILL);
-  // With dead_after at ten minutes only the launcher's report can name it.
   EXPECT_EQ(job.wait(), 128 + SIGKILL) << job.output();
+  // With dead_after at ten minutes only the launcher's report can name it, or its memory that is gone.
+  const char* why = std::string(GetParam()) == "sockets" ? "killed by signal 9" : "";
   EXPECT_THAT(
       job.lines_with("RankLostError"),
-      AllOf(SizeIs(3), Each(AllOf(HasSubstr("RankLostError 2: "), HasSubstr("rank 2"), HasSubstr("killed by signal 9")))))
+      AllOf(SizeIs(3), Each(AllOf(HasSubstr("RankLostError 2: [all_reduce] rank 2"), HasSubstr(why)))))
       << job.output();
   EXPECT_THAT(job.lines_with("rank 2 failed: it was killed by signal 9"), SizeIs(1)) << job.output();
 }
 
-TEST(Dist, AKilledRankZeroIsNamedAsWell) {
-  Job job(launch(2, {"steps", "1000000", "1"}), kPatient);
+TEST_P(DistBy, AKilledRankZeroIsNamedAsWell) {
+  Job job(launch(2, {"steps", "1000000", "1"}), with(kPatient));
   ASSERT_NE(job.wait_for("rank 1 is stepping"), "") << job.output();
   ::kill(job.pid_of_rank(0), SIGKILL);
   EXPECT_EQ(job.wait(), 128 + SIGKILL) << job.output();
   EXPECT_THAT(job.lines_with("RankLostError"), AllOf(SizeIs(1), Each(HasSubstr("RankLostError 0: ")))) << job.output();
 }
 
-TEST(Dist, AStoppedRankIsNamedByAllOthers) {
-  Job job(launch(3, {"steps", "1000000", "1"}, "1000"), kQuick);
+TEST_P(DistBy, AStoppedRankIsNamedByAllOthers) {
+  Job job(launch(3, {"steps", "1000000", "1"}, "1000"), with(kQuick));
   for (const char* rank : {"0", "1", "2"}) {
     ASSERT_NE(job.wait_for(std::string("rank ") + rank + " is stepping"), "") << job.output();
   }
@@ -90,28 +104,28 @@ TEST(Dist, AStoppedRankIsNamedByAllOthers) {
   EXPECT_FALSE(outlives(stopped));
 }
 
-TEST(Dist, AThrowingRankIsNamedAndItsCodeReturned) {
-  Job job(launch(3, {"throw", "1", "20"}), kPatient);
+TEST_P(DistBy, AThrowingRankIsNamedAndItsCodeReturned) {
+  Job job(launch(3, {"throw", "1", "20"}), with(kPatient));
   EXPECT_EQ(job.wait(), 1) << job.output();
   EXPECT_THAT(job.lines_with("rank 1 exception: the loss is not finite"), SizeIs(1)) << job.output();
   EXPECT_THAT(job.lines_with("RankLostError"), AllOf(SizeIs(2), Each(HasSubstr("RankLostError 1: ")))) << job.output();
 }
 
-TEST(Dist, ARankThatEndsWellTooEarlyIsNamed) {
-  Job job(launch(3, {"return", "2", "20"}), kPatient);
+TEST_P(DistBy, ARankThatEndsWellTooEarlyIsNamed) {
+  Job job(launch(3, {"return", "2", "20"}), with(kPatient));
   EXPECT_EQ(job.wait(), 4) << job.output();
   EXPECT_THAT(
       job.lines_with("RankLostError"), AllOf(SizeIs(2), Each(HasSubstr("RankLostError 2: ")))) << job.output();
 }
 
-TEST(Dist, ABusyRankZeroIsNoError) {
-  Job job(launch(3, {"busy", "0", "3"}), {"EBB_HEARTBEAT_MS=100", "EBB_DEAD_AFTER_MS=1000"});
+TEST_P(DistBy, ABusyRankZeroIsNoError) {
+  Job job(launch(3, {"busy", "0", "3"}), with({"EBB_HEARTBEAT_MS=100", "EBB_DEAD_AFTER_MS=1000"}));
   EXPECT_EQ(job.wait(), 0) << job.output();
   EXPECT_THAT(job.lines_with("done, sum 9"), SizeIs(3)) << job.output();
 }
 
-TEST(Dist, ALivePeerThatDoesNotArriveIsNamedAtTheTimeout) {
-  Job job(launch(2, {"busy", "1", "20"}, "200"), {"EBB_HEARTBEAT_MS=100", "EBB_TIMEOUT_MS=3000"});
+TEST_P(DistBy, ALivePeerThatDoesNotArriveIsNamedAtTheTimeout) {
+  Job job(launch(2, {"busy", "1", "20"}, "200"), with({"EBB_HEARTBEAT_MS=100", "EBB_TIMEOUT_MS=3000"}));
   EXPECT_EQ(job.wait(), 4) << job.output();
   EXPECT_THAT(
       job.lines_with("rank 0 TimeoutError"), AllOf(SizeIs(1), Each(AllOf(HasSubstr("rank 1 (alive"), HasSubstr("'after'")))))
@@ -140,6 +154,25 @@ TEST(Dist, SignalsReachEveryRankOnce) {
   }
   EXPECT_EQ(job.wait(), 7) << job.output();
   EXPECT_THAT(job.lines_with("got signal"), SizeIs(10)) << job.output();
+}
+
+TEST(Dist, KeysOfATerminalReachEveryRankOnce) {
+  Job job(launch(2, {"signals"}), kPatient, true);
+  for (const char* rank : {"rank 0 is listening", "rank 1 is listening"}) {
+    ASSERT_NE(job.wait_for(rank), "") << job.output();
+  }
+  const std::vector<pid_t> all{job.pid(), job.pid_of_rank(0), job.pid_of_rank(1)};
+  job.type("\x03"); // Ctrl-C
+  for (const char* rank : {"rank 0 got signal 2", "rank 1 got signal 2"}) {
+    EXPECT_NE(job.wait_for(rank), "") << job.output();
+  }
+  job.type("\x1a"); // Ctrl-Z
+  EXPECT_TRUE(all_come_to('T', all));
+  job.signal(SIGCONT);
+  EXPECT_TRUE(all_come_to('S', all));
+  job.signal(SIGTERM);
+  EXPECT_EQ(job.wait(), 7) << job.output();
+  EXPECT_THAT(job.lines_with("got signal 2"), SizeIs(2)) << job.output();
 }
 
 TEST(Dist, NoRankOutlivesAKilledLauncher) {
@@ -201,6 +234,26 @@ TEST(Dist, WithoutALauncherAKilledRankZeroIsNamedByTheEndOfItsStore) {
   first.signal(SIGKILL);
   EXPECT_EQ(second.wait(), 4) << second.output();
   EXPECT_THAT(second.lines_with("RankLostError"), AllOf(SizeIs(1), Each(HasSubstr("RankLostError 0: ")))) << second.output();
+}
+
+// With it stands the store that it serves.
+TEST(Dist, WithoutALauncherAStoppedRankZeroIsNamed) {
+  const Hand hand;
+  std::vector<std::unique_ptr<Job>> jobs;
+  for (int rank = 0; rank < 3; ++rank) {
+    jobs.push_back(std::make_unique<Job>(std::vector<std::string>{EBB_DIST_RANK, "steps", "1000000", "1"}, hand.place(rank, 3, "t")));
+  }
+  for (const auto& job : jobs) {
+    ASSERT_NE(job->wait_for("is stepping"), "") << job->output();
+  }
+  jobs[0]->signal(SIGSTOP);
+  for (const int rank : {1, 2}) {
+    EXPECT_EQ(jobs[rank]->wait(), 4) << jobs[rank]->output();
+    EXPECT_THAT(
+        jobs[rank]->lines_with("RankLostError"), AllOf(SizeIs(1), Each(HasSubstr("RankLostError 0: ")))) << jobs[rank]->output();
+  }
+  jobs[0]->signal(SIGCONT);
+  EXPECT_EQ(jobs[0]->wait(), 4) << jobs[0]->output();
 }
 
 TEST(Dist, AStrangerWithAnotherTokenIsRefusedAndDisturbsNobody) {

@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <csignal>
 #include <fstream>
@@ -28,16 +29,21 @@ std::vector<char*> pointers(const std::vector<std::string>& texts) {
   return out;
 }
 
-bool is_running(pid_t pid) {
-  std::ifstream stat("/proc/" + std::to_string(pid) + "/stat");
-  std::string text((std::istreambuf_iterator<char>(stat)), std::istreambuf_iterator<char>());
-  const auto name_end = text.rfind(") ");
-  return name_end != std::string::npos && text[name_end + 2] != 'Z' && text[name_end + 2] != 'X';
+template <class Condition>
+bool within_ten_seconds(const Condition& condition) {
+  const auto limit = std::chrono::steady_clock::now() + 10s;
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > limit) {
+      return false;
+    }
+    std::this_thread::sleep_for(10ms);
+  }
+  return true;
 }
 
 } // namespace
 
-Job::Job(const std::vector<std::string>& argv, const std::vector<std::string>& changes) {
+Job::Job(const std::vector<std::string>& argv, const std::vector<std::string>& changes, bool terminal) {
   std::vector<std::string> environment;
   for (char** entry = environ; *entry; ++entry) {
     const std::string old = *entry;
@@ -52,21 +58,40 @@ Job::Job(const std::vector<std::string>& argv, const std::vector<std::string>& c
   }
   environment.insert(environment.end(), changes.begin(), changes.end());
 
-  std::array<int, 2> ends{};
-  if (::pipe2(ends.data(), O_CLOEXEC) != 0) {
-    throw std::runtime_error("no pipe");
-  }
-  fd_ = ends[0];
   posix_spawn_file_actions_t actions;
+  posix_spawnattr_t attributes;
   ::posix_spawn_file_actions_init(&actions);
-  ::posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
-  ::posix_spawn_file_actions_adddup2(&actions, ends[1], 1);
-  ::posix_spawn_file_actions_adddup2(&actions, ends[1], 2);
+  ::posix_spawnattr_init(&attributes);
+  int write_end = -1;
+  if (terminal) {
+    fd_ = ::posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
+    std::array<char, 64> name{};
+    if (fd_ < 0 || ::grantpt(fd_) != 0 || ::unlockpt(fd_) != 0 || ::ptsname_r(fd_, name.data(), name.size()) != 0) {
+      throw std::runtime_error("no terminal");
+    }
+    ::posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSID);
+    ::posix_spawn_file_actions_addopen(&actions, 0, name.data(), O_RDWR, 0); // becomes the new session's terminal
+    ::posix_spawn_file_actions_adddup2(&actions, 0, 1);
+    ::posix_spawn_file_actions_adddup2(&actions, 0, 2);
+  } else {
+    std::array<int, 2> ends{};
+    if (::pipe2(ends.data(), O_CLOEXEC) != 0) {
+      throw std::runtime_error("no pipe");
+    }
+    fd_ = ends[0];
+    write_end = ends[1];
+    ::posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
+    ::posix_spawn_file_actions_adddup2(&actions, write_end, 1);
+    ::posix_spawn_file_actions_adddup2(&actions, write_end, 2);
+  }
   const auto arguments = pointers(argv);
   const auto variables = pointers(environment);
-  const int error = ::posix_spawn(&pid_, argv[0].c_str(), &actions, nullptr, arguments.data(), variables.data());
+  const int error = ::posix_spawn(&pid_, argv[0].c_str(), &actions, &attributes, arguments.data(), variables.data());
   ::posix_spawn_file_actions_destroy(&actions);
-  ::close(ends[1]);
+  ::posix_spawnattr_destroy(&attributes);
+  if (write_end >= 0) {
+    ::close(write_end);
+  }
   if (error != 0) {
     throw std::runtime_error("cannot start " + argv[0]);
   }
@@ -82,6 +107,12 @@ Job::~Job() {
 
 void Job::signal(int signal) const {
   ::kill(pid_, signal);
+}
+
+void Job::type(const std::string& keys) const {
+  if (::write(fd_, keys.data(), keys.size()) != static_cast<ssize_t>(keys.size())) {
+    throw std::runtime_error("the terminal takes no input");
+  }
 }
 
 bool Job::read_more(std::chrono::milliseconds limit) {
@@ -165,15 +196,24 @@ std::string Job::output() const {
   return all;
 }
 
+char state_of(pid_t pid) {
+  std::ifstream stat("/proc/" + std::to_string(pid) + "/stat");
+  std::string text((std::istreambuf_iterator<char>(stat)), std::istreambuf_iterator<char>());
+  const auto name_end = text.rfind(") ");
+  return name_end == std::string::npos ? '\0' : text[name_end + 2];
+}
+
+bool all_come_to(char state, const std::vector<pid_t>& pids) {
+  return within_ten_seconds([&] {
+    return std::all_of(pids.begin(), pids.end(), [&](pid_t pid) { return state_of(pid) == state; });
+  });
+}
+
 bool outlives(pid_t pid) {
-  const auto limit = std::chrono::steady_clock::now() + 10s;
-  while (is_running(pid)) {
-    if (std::chrono::steady_clock::now() > limit) {
-      return true;
-    }
-    std::this_thread::sleep_for(10ms);
-  }
-  return false;
+  return !within_ten_seconds([&] {
+    const char state = state_of(pid);
+    return state == '\0' || state == 'Z' || state == 'X';
+  });
 }
 
 } // namespace ebb::test

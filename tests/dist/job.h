@@ -13,7 +13,9 @@ class Job {
  public:
   /// @param argv     The program and its arguments.
   /// @param changes  "NAME=value" in its environment, beyond this process's.
-  explicit Job(const std::vector<std::string>& argv, const std::vector<std::string>& changes = {});
+  /// @param terminal Run it in a session of its own on a terminal of its own.
+  explicit Job(
+      const std::vector<std::string>& argv, const std::vector<std::string>& changes = {}, bool terminal = false);
   ~Job();
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
@@ -22,6 +24,8 @@ class Job {
     return pid_;
   }
   void signal(int signal) const;
+  /// Types at the terminal.
+  void type(const std::string& keys) const;
 
   /// Waits until a line holds `text`, 60 s at most.
   /// @return  The first such line; empty when none came.
@@ -50,6 +54,10 @@ class Job {
   std::vector<std::string> lines_;
 };
 
+/// 'R', 'S', 'T', ... as /proc says; 0 when there is no such process.
+char state_of(pid_t pid);
+/// Waits until all are in `state`, 10 s at most.
+bool all_come_to(char state, const std::vector<pid_t>& pids);
 /// Whether a process is still there, zombies not counted; waits up to 10 s for its end.
 bool outlives(pid_t pid);
 

@@ -156,7 +156,7 @@ class Member {
       if (place_.hosts_store) {
         wait_for_others_to_leave(place_.group, size, kLinger);
       } else {
-        run_until(std::chrono::steady_clock::now() + 5s, rank, [store = place_.group] {
+        run_until(std::chrono::steady_clock::now() + 1s, rank, [store = place_.group] {
           leave_store(store);
           return true;
         });

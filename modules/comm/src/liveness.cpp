@@ -91,18 +91,28 @@ Liveness::Liveness(
 
 Liveness::~Liveness() {
   std::unique_lock lock(state_->mutex);
-  if (std::uncaught_exceptions() > 0 && state_->lost < 0 && state_->mine.state == Beat::State::kAlive) {
+  const bool in_trouble = std::uncaught_exceptions() > 0 || !state_->trouble.empty();
+  if (in_trouble && state_->lost < 0 && state_->mine.state == Beat::State::kAlive) {
     state_->mine.state = Beat::State::kFailed;
-    state_->mine.why = "an exception ended it; see its own messages";
+    state_->mine.why = state_->trouble.empty() ? "an exception ended it; see its own messages" : state_->trouble;
   }
   state_->stop = true;
   state_->wake.notify_all();
-  const bool ended = state_->changed.wait_for(lock, kStopPatience, [&] { return state_->finished; });
+  state_->guard_wake.notify_all();
+  // A store that is known to hang is not waited for again.
+  const bool hangs = state_->host && state_->lost == *state_->host;
+  const bool ended =
+      state_->changed.wait_for(lock, hangs ? Ms(500) : Ms(kStopPatience), [&] { return state_->finished; });
   lock.unlock();
+  if (state_->guard_thread.joinable()) {
+    state_->guard_thread.join();
+  }
   if (ended) {
     state_->thread.join();
   } else {
-    log::warn("the store does not answer; leaving the group without a goodbye");
+    if (!hangs) {
+      log::warn("the store does not answer; leaving the group without a goodbye");
+    }
     state_->thread.detach();
   }
 }
@@ -195,6 +205,7 @@ void Liveness::wait(
       if (state.lost >= 0) {
         state.throw_lost(op, unit);
       }
+      state.trouble = fmt::format("it waited for {} in {}; {}", seconds_text(seconds_between(began, now())), state.here(op, unit), who);
       EBB_THROW(
           TimeoutError, "[", op, "] rank ", state.rank, " waited ", seconds_text(seconds_between(began, now())), " in ",
           state.here(op, unit), "; ", who, ". Check that all ranks make the same calls in the same order, or raise the timeout");
@@ -232,16 +243,23 @@ void Liveness::broken(std::string_view op, std::string_view unit, const std::str
     }
   }
   --state.suspecting;
+  const auto where = state.here(op, unit);
+  if (state.lost < 0 && left >= 0) {
+    // The others must hear of it before this rank is gone as well, or they would blame this one.
+    state.accusation = LossReport{
+        left, "it left the group, its last operation being " + state.watch.peer(left).beat->activity() + ", while rank " +
+            std::to_string(state.rank) + " was in " + where + "; check that all ranks make the same calls (" + cause + ")"};
+    const auto wanted = ++state.words_wanted;
+    state.wake.notify_all();
+    state.changed.wait_for(lock, 1s, [&] { return state.words_said >= wanted || state.finished; });
+    if (state.lost < 0) {
+      EBB_THROW_RANK_LOST(left, "[", op, "] rank ", left, " was lost: ", state.accusation->why);
+    }
+  }
   if (state.lost >= 0) {
     state.throw_lost(op, unit);
   }
-  const auto where = state.here(op, unit);
-  if (left >= 0) {
-    EBB_THROW_RANK_LOST(
-        left, "[", op, "] rank ", left, " left the group, its last operation being ",
-        state.watch.peer(left).beat->activity(), ", while rank ", state.rank, " was in ", where,
-        ". Check that all ranks make the same calls (", cause, ")");
-  }
+  state.trouble = "a connection of it broke in " + where + " (" + cause + ")";
   EBB_THROW_RANK_LOST(
       -1, "[", op, "] a connection broke (", cause, ") while rank ", state.rank, " was in ", where, "; ",
       state.store_error.empty() ? std::string("all peers still give signs of life, so the network between them is to blame")

@@ -11,12 +11,12 @@
 namespace ebb::comm {
 
 /// Who of the group is alive, and what each was last seen doing. One heartbeat thread a rank, on a store client of its
-/// own. See Note [Signs of life] in src/liveness.cpp.
+/// own. See Note [Signs of life] in liveness_thread.cpp.
 ///
 /// Methods may be called from any thread.
 class Liveness {
  public:
-  /// Called once, from the heartbeat thread, when a peer (or this rank itself, given up by the others) is found dead;
+  /// Called once, from a thread of this object, when a peer (or this rank itself, given up by the others) is found dead;
   /// must not block and must not destroy the Liveness.
   using OnLost = std::function<void(int rank, const std::string& why)>;
 

@@ -19,6 +19,8 @@ namespace ebb::comm {
 //
 // Only the heartbeat thread touches the store: a call hangs for as long as the store's server is frozen, whatever timeout
 // the client has, and must not hang the rank's work. Callers ask through State and wait with deadlines of their own.
+// Where a rank serves the store, its end or its stop is the store's too, and no report can be read. So the end of the
+// connection is that rank's loss, and so is, seen by a second thread, the guard, a call that hangs for `dead_after`.
 
 namespace {
 
@@ -55,6 +57,9 @@ void Liveness::State::run() {
     const auto served_by = store_host(store);
     lock.lock();
     host = served_by;
+    if (host && *host != rank && !stop) {
+      guard_thread = std::thread([this] { guard(); }); // joined before the state is let go
+    }
     Ms pause = options.heartbeat;
     while (!stop) {
       round(lock);
@@ -79,6 +84,7 @@ void Liveness::State::run() {
   }
   finished = true;
   changed.notify_all();
+  guard_wake.notify_all();
 }
 
 void Liveness::State::round(std::unique_lock<std::mutex>& lock) {
@@ -86,7 +92,7 @@ void Liveness::State::round(std::unique_lock<std::mutex>& lock) {
   ++mine.count;
   const auto text = mine.text();
   const bool failed = mine.state == Beat::State::kFailed;
-  const auto why = mine.why;
+  const auto report = failed ? std::optional<LossReport>({rank, "it failed: " + mine.why}) : accusation;
   const auto scans = scans_wanted;
   const auto words = words_wanted;
   std::vector<int> peers;
@@ -104,6 +110,7 @@ void Liveness::State::round(std::unique_lock<std::mutex>& lock) {
     known[peer] = watch.peer(peer).beat.has_value();
   }
 
+  in_round = true;
   lock.unlock();
   store->set(beat_key(rank), text);
   // Reading waits for absent keys, so a peer is asked for only when it has written once.
@@ -119,8 +126,8 @@ void Liveness::State::round(std::unique_lock<std::mutex>& lock) {
   std::optional<LossReport> found;
   if (values[0] != kNobodyLost) {
     found = LossReport::parse(values[0]);
-  } else if (failed) {
-    found = report_loss(store, {rank, "it failed: " + why});
+  } else if (report) {
+    found = report_loss(store, *report);
   }
   lock.lock();
 
@@ -145,12 +152,38 @@ void Liveness::State::round(std::unique_lock<std::mutex>& lock) {
     found = report_loss(store, report);
     lock.lock();
   }
+  in_round = false;
+  ++rounds;
   scans_done = std::max(scans_done, scans);
   words_said = std::max(words_said, words);
   if (found) {
     adopt(lock, *found);
   }
   changed.notify_all();
+}
+
+void Liveness::State::guard() {
+  log::set_rank(log_rank >= 0 ? log_rank : rank);
+  std::unique_lock lock(mutex);
+  auto last = now();
+  auto seen = rounds;
+  std::chrono::nanoseconds hanging{};
+  while (!stop && !finished && lost < 0) {
+    guard_wake.wait_for(lock, options.heartbeat, [&] { return stop || finished; });
+    // As in PeerWatch: the time in which this process was stopped itself does not count.
+    const auto elapsed = std::min<std::chrono::nanoseconds>(now() - last, 2 * options.heartbeat);
+    last = now();
+    if (rounds != seen || !in_round) {
+      seen = rounds;
+      hanging = {};
+      continue;
+    }
+    hanging += elapsed;
+    if (hanging > options.dead_after) {
+      const double seconds = std::chrono::duration<double>(hanging).count();
+      adopt(lock, {*host, fmt::format("the store in its process has not answered for {:.1f} s (stopped, or its host or network is down)", seconds)});
+    }
+  }
 }
 
 std::vector<std::string> Liveness::State::read(const std::vector<std::string>& keys) {

@@ -270,6 +270,20 @@ TEST(Liveness, TakesAnEndByAnExceptionAsALoss) {
   EXPECT_THAT(first.lost_reason(), HasSubstr("exception"));
 }
 
+TEST(Liveness, TellsTheOthersWhatItRanIntoBeforeItLeft) {
+  const auto store = hash_store();
+  Liveness first(store, 0, 2, patient(), nullptr);
+  {
+    auto options = patient();
+    options.timeout = 50ms;
+    Liveness second(store, 1, 2, options, nullptr);
+    second.begin("all_gather", "layers.3");
+    EXPECT_THROW(second.wait([] { return false; }, "all_gather", "layers.3"), TimeoutError);
+  }
+  ASSERT_TRUE(eventually([&] { return first.lost_rank() == 1; }));
+  EXPECT_THAT(first.lost_reason(), AllOf(HasSubstr("it waited for"), HasSubstr("layers.3"), HasSubstr("rank 0 (alive")));
+}
+
 TEST(Liveness, DoesNotTakeAGoodbyeForALoss) {
   const auto store = hash_store();
   Liveness first(store, 0, 2, quick(), nullptr);
@@ -404,7 +418,8 @@ TEST(Liveness, ABrokenConnectionIsBlamedOnTheRankThatLeftAndNotOnThoseThatFollow
   const auto message =
       message_from<RankLostError>([&] { liveness.broken("all_gather", "a", "Connection closed by peer"); }, &rank);
   EXPECT_EQ(rank, 2);
-  EXPECT_THAT(message, AllOf(HasSubstr("rank 2 left the group"), HasSubstr("Connection closed by peer")));
+  EXPECT_THAT(message, AllOf(HasSubstr("rank 2 was lost: it left the group"), HasSubstr("Connection closed by peer")));
+  EXPECT_EQ(LossReport::parse(store->get_to_str("liveness/lost")).rank, 2); // the others hear of it too
 }
 
 TEST(Liveness, ABrokenConnectionBetweenLiveRanksIsBlamedOnNobody) {
@@ -496,6 +511,23 @@ TEST(Liveness, AFrozenStoreHangsNeitherAWaitNorTheEndOfTheGroup) {
   rank.join(); // hangs, and the test with it, if the destructor waits for the store
   EXPECT_TRUE(over);
   store->freeze(false);
+}
+
+TEST(Liveness, TakesAStoreThatHangsAsTheLossOfTheRankThatServesIt) {
+  const auto store = c10::make_intrusive<WatchedStore>();
+  set_store_host(store, 2);
+  std::atomic<int> told{-1};
+  {
+    Liveness liveness(store, 0, 3, quick(), [&](int rank, const std::string&) { told = rank; });
+    Liveness host(store, 2, 3, quick(), nullptr);
+    ASSERT_TRUE(eventually([&] { return store->reads >= 4; }));
+    EXPECT_EQ(liveness.lost_rank(), -1);
+    store->freeze(true);
+    ASSERT_TRUE(eventually([&] { return told == 2; }));
+    EXPECT_THAT(liveness.lost_reason(), HasSubstr("has not answered for 0."));
+    EXPECT_EQ(host.lost_rank(), -1); // it does not accuse itself
+    store->freeze(false);
+  }
 }
 
 TEST(Liveness, DoesNotBlamePeersForAStoreThatWasFrozen) {

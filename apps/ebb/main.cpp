@@ -19,6 +19,19 @@ std::string one_line(std::string text) {
   return text;
 }
 
+/// What is wrong with the first word that is no flag; empty when it is a subcommand or there is none.
+std::string unknown_subcommand(const std::vector<std::string>& arguments) {
+  const auto word = std::find_if(arguments.begin() + 1, arguments.end(), [](const auto& text) { return !text.starts_with("-"); });
+  std::string known;
+  for (const auto& subcommand : app::subcommands()) {
+    if (word == arguments.end() || *word == subcommand.name) {
+      return {};
+    }
+    known += (known.empty() ? "" : ", ") + std::string(subcommand.name);
+  }
+  return "no subcommand '" + *word + "'; there are " + known;
+}
+
 int run(const std::vector<std::string>& arguments, std::vector<const char*> argv) {
   CLI::App app("ebb trains models that do not fit one machine, from C++.", "ebb");
   app.set_version_flag("--version", "ebb " EBB_VERSION);
@@ -40,8 +53,10 @@ int run(const std::vector<std::string>& arguments, std::vector<const char*> argv
     if (error.get_exit_code() == 0) { // --help, --version
       return app.exit(error);
     }
-    std::cerr << "ebb: " << one_line(error.what()) << "; see " << (arguments.size() > 1 && arguments[1] == "train" ? "ebb train" : "ebb")
-              << " --help" << std::endl;
+    const auto unknown = unknown_subcommand(arguments);
+    const auto parsed = app.get_subcommands();
+    std::cerr << "ebb: " << (unknown.empty() ? one_line(error.what()) : unknown) << "; see ebb "
+              << (parsed.empty() ? "" : parsed.front()->get_name() + " ") << "--help" << std::endl;
     return static_cast<int>(ExitCode::kWrongUse);
   }
   try {

@@ -76,6 +76,9 @@ class OptionFlags {
   template <class T, class Assign>
   void keep(CLI::Option* option, const std::string& title, const std::string& flag, const Bounds& bounds, std::shared_ptr<T> given, Assign assign) {
     option->group(title);
+    if (option->get_items_expected_max() == 1) {
+      option->take_last(); // so that a script's flags can be followed by others
+    }
     steps_.push_back([option, flag, bounds, given, assign]() mutable {
       if (option->count() == 0) {
         return;

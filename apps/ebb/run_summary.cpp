@@ -41,6 +41,7 @@ std::string as_json(const RunSummary& summary) {
   }
   if (summary.eval_loss) {
     json["eval_loss"] = *summary.eval_loss;
+    json["eval_step"] = summary.eval_step;
   }
   json["loss_unit"] = "nats per byte";
   json["tokens"] = summary.tokens;
@@ -71,7 +72,7 @@ std::string as_text(const RunSummary& summary) {
     text += fmt::format("  training loss    {:.3f} nats a byte (mean of the last steps)\n", *summary.train_loss);
   }
   if (summary.eval_loss) {
-    text += fmt::format("  validation loss  {:.3f} nats a byte\n", *summary.eval_loss);
+    text += fmt::format("  validation loss  {:.3f} nats a byte (after step {})\n", *summary.eval_loss, summary.eval_step);
   }
   if (summary.sample_words) {
     text += fmt::format(

@@ -28,7 +28,8 @@ struct RunSummary {
   std::int64_t num_parameters = 0;
   std::vector<RankReport> ranks;
   std::optional<double> train_loss; ///< Mean over the last 100 steps, or all if there were fewer; nats a byte.
-  std::optional<double> eval_loss; ///< Nats a byte.
+  std::optional<double> eval_loss; ///< The newest; nats a byte.
+  std::int64_t eval_step = 0; ///< After which eval_loss was taken.
   std::int64_t tokens = 0;
   double seconds = 0; ///< From the first step to the end, evaluations and samples included.
   double step_seconds = 0; ///< Of it, in steps.

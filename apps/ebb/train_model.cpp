@@ -1,6 +1,7 @@
 #include "train_model.h"
 
 #include "ebb/base/error.h"
+#include "ebb/base/rng.h"
 #include "ebb/shard/fully_shard.h"
 #include "ebb/shard/replicate.h"
 #include "gpt/gpt.h"

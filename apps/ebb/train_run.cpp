@@ -36,6 +36,12 @@ class SummaryObserver final : public Observer {
       }
     }
   }
+  void on_metrics(std::int64_t step, const std::map<std::string, double>& metrics) override {
+    if (const auto loss = metrics.find("eval/loss"); loss != metrics.end()) {
+      eval_loss = loss->second;
+      eval_step = step;
+    }
+  }
   void on_text(std::int64_t, const std::string&, const std::string& text) override {
     sample = text;
   }
@@ -46,6 +52,8 @@ class SummaryObserver final : public Observer {
     }
     return losses_.empty() ? std::nullopt : std::optional(sum / static_cast<double>(losses_.size()));
   }
+  std::optional<double> eval_loss;
+  std::int64_t eval_step = 0;
   std::optional<std::string> sample;
 
  private:
@@ -86,7 +94,21 @@ std::string header(
       options.parallel.strategy, static_cast<double>(parameters.bytes()) / 1e6, corpus.documents().size(),
       corpus.documents().size() == 1 ? "" : "s", corpus.num_bytes(data::Split::kTrain), corpus.num_bytes(data::Split::kValidation),
       options.train.steps, world.size(), options.train.batch, *options.model.context, options.run.run_dir);
-  return text + parameters.explain() + "\n";
+  text += parameters.explain();
+  while (text.ends_with('\n')) {
+    text.pop_back();
+  }
+  return text;
+}
+
+/// The signal that the first rank to have one got: the stop may have come to another rank than this. Collective.
+int first_signal(comm::Communicator& world, int mine) {
+  for (const auto& text : world.exchange(std::to_string(mine))) {
+    if (text != "0") {
+      return std::stoi(text);
+    }
+  }
+  return 0;
 }
 
 std::vector<RankReport> gather_reports(comm::Communicator& world, const RankReport& mine) {
@@ -114,7 +136,7 @@ int train(const TrainCommandOptions& options, bool trust_code, const std::shared
     open_run_directory(options.run.run_dir, options);
     observers.push_back(std::make_shared<train::TensorBoardObserver>(options.run.run_dir));
     observers.push_back(std::make_shared<train::ConsoleObserver>(std::cerr, std::cout));
-    std::cout << header(options, spread, *corpus, *world) << std::endl;
+    std::cout << header(options, spread, *corpus, *world) << "\n" << std::endl;
   }
   train::TrainJob job({
       .model = spread.model,
@@ -130,20 +152,17 @@ int train(const TrainCommandOptions& options, bool trust_code, const std::shared
   const auto began_at = Clock::real().now();
   const auto status = job.advance({.steps = {}, .seconds = options.run.seconds});
   RunSummary summary;
-  if (status.metrics.count("eval/loss")) {
-    summary.eval_loss = status.metrics.at("eval/loss");
-  }
   if (!status.finished && !job.stop_agreed()) { // out of time: end as a whole run does
     summary.outcome = "out of time";
     if (corpus->num_windows(data::Split::kValidation) > 0) {
-      summary.eval_loss = job.evaluate();
+      kept->on_metrics(status.step, {{"eval/loss", job.evaluate()}});
     }
     if (options.train.sample_length > 0) {
       kept->sample = job.sample();
     }
     job.stop();
   } else if (job.stop_agreed() && !status.finished) {
-    summary.outcome = signals.received() ? fmt::format("stopped by signal {}", signals.received()) : "stopped with another rank";
+    summary.outcome = fmt::format("stopped by signal {}", first_signal(*world, signals.received()));
     job.stop();
   } else {
     summary.outcome = "done";
@@ -157,6 +176,8 @@ int train(const TrainCommandOptions& options, bool trust_code, const std::shared
   summary.num_parameters = spread.model.parameters->num_parameters();
   summary.ranks = gather_reports(*world, {train::peak_memory_bytes(), spread.model.parameters->bytes()});
   summary.train_loss = kept->mean_loss();
+  summary.eval_loss = kept->eval_loss;
+  summary.eval_step = kept->eval_step;
   summary.tokens = job.totals().tokens;
   summary.seconds = seconds_between(began_at, Clock::real().now());
   summary.step_seconds = job.totals().step_seconds;

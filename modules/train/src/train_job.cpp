@@ -8,6 +8,7 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -30,7 +31,9 @@ TrainSetup checked(TrainSetup setup) {
 
 c10::Device device_of(const ParameterSet& parameters) {
   const auto tensors = parameters.named();
-  TORCH_CHECK_VALUE(!tensors.empty(), "[TrainJob] the model has no parameters; there is nothing to train");
+  const bool trainable = std::any_of(tensors.begin(), tensors.end(), [](const Named& named) { return named.second.requires_grad(); });
+  TORCH_CHECK_VALUE(
+      trainable, "[TrainJob] none of the model's ", tensors.size(), " parameters requires a gradient; there is nothing to train");
   return tensors.front().second.device();
 }
 

@@ -276,6 +276,17 @@ TEST(TrainJob, RefusesOptionsOutOfRange) {
   EXPECT_THROW(TrainingRun(corpus, options), c10::ValueError);
 }
 
+TEST(TrainJob, RefusesAModelWithNothingToTrain) {
+  const ebb::test::TemporaryFolder folder;
+  test::TinyModel model(1, 0.0);
+  for (auto& parameter : model->parameters()) {
+    parameter.set_requires_grad(false);
+  }
+  EXPECT_THROW(
+      TrainJob({.model = test::trainable(model), .corpus = tiny_corpus(folder), .world = comm::single(), .options = tiny_options()}),
+      c10::ValueError);
+}
+
 TEST(NextTokenLoss, RefusesLogitsOfAnotherShape) {
   const auto targets = torch::zeros({2, 3}, torch::kLong);
   EXPECT_NEAR(next_token_loss(torch::zeros({2, 3, 256}), targets).item<double>(), std::log(256.0), 1e-5);

@@ -16,7 +16,7 @@ class Progress:
         elapsed = time.monotonic() - self.begin
         left = elapsed / self.done * (self.total - self.done) if self.done else 0.0
         share = min(1.0, self.done / self.total)
-        clock = f"{elapsed / 60:3.0f}:{elapsed % 60:02.0f}"
+        clock = f"{int(elapsed) // 60:3d}:{int(elapsed) % 60:02d}"
         if self.terminal:
             bar = "#" * int(30 * share)
             self.stream.write(f"\r[{bar:<30}] {share:4.0%} {clock} left {left / 60:.1f} min  {text:<40.40}")

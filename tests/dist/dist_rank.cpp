@@ -21,6 +21,7 @@
 #include <torch/torch.h>
 
 #include <signal.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -127,6 +128,7 @@ int run(const std::vector<std::string>& args) {
 } // namespace
 
 int main(int argc, char** argv) {
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL); // nothing is left behind when a test is killed
   std::vector<std::string> args(argv + 1, argv + argc);
   at::set_num_threads(1);
   try {

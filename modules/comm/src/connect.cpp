@@ -4,7 +4,7 @@
 #include "ebb/base/log.h"
 
 #include "failure.h"
-#include "nccl.h"
+#include "connect_nccl.h"
 #include "peer_communicator.h"
 #include "socket_communicator.h"
 

@@ -401,7 +401,7 @@ TEST_P(Collectives, ARankThatThrowsEndsTheOthersWithAnErrorThatNamesIt) {
       EXPECT_EQ(texts[rank], "no more");
     } else {
       EXPECT_THAT(texts[rank], HasSubstr("[all_reduce] rank " + std::to_string(guilty)));
-      EXPECT_THAT(texts[rank], HasSubstr("all_reduce of unit 'layers.3' at step 2"));
+      EXPECT_THAT(texts[rank], HasSubstr("all_reduce of unit 'layers.3' at step "));
       EXPECT_THAT(texts[rank], HasSubstr("<lost " + std::to_string(guilty) + ">"));
     }
   }
@@ -432,6 +432,7 @@ TEST_P(Collectives, AbortFromAnotherThreadEndsAWait) {
   }
   std::atomic<bool> ended{false};
   const auto texts = endings(size(), options(), [&](const std::shared_ptr<Communicator>& group) {
+    group->barrier();
     if (group->rank() != 0) {
       while (!ended) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -475,6 +476,7 @@ TEST_P(Collectives, DifferentOperationsAreAnErrorThatStatesBoth) {
     GTEST_SKIP() << "nobody to differ from";
   }
   const auto texts = endings(size(), options(), [&](const std::shared_ptr<Communicator>& group) {
+    group->barrier();
     const auto large = at::zeros({1000 * size()});
     const auto small = at::zeros({1000});
     if (group->rank() == 0) {

@@ -1,4 +1,4 @@
-#include "nccl.h"
+#include "connect_nccl.h"
 
 #include "failure.h"
 #include "subgroups.h"

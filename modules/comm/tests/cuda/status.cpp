@@ -1,5 +1,5 @@
 // Starts with or without a GPU and driver, and says what there is.
-#include "nccl.h"
+#include "connect_nccl.h"
 
 #include <iostream>
 

@@ -13,15 +13,18 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/signalfd.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <cerrno>
 #include <csignal>
 #include <cstdlib>
+#include <cstring>
 #include <list>
 #include <optional>
+#include <utility>
 
 namespace ebb::comm {
 namespace {
@@ -30,57 +33,82 @@ using namespace std::chrono_literals;
 
 constexpr int kMostRanks = 1024;
 constexpr auto kTick = 100ms; // the longest sleep; deadlines are looked at this often
-constexpr std::array kForwarded{SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2};
+constexpr std::array kHandled{SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGTSTP};
 
 Clock::TimePoint now() {
   return std::chrono::steady_clock::now();
 }
 
-/// Turns signals into reads of a file descriptor, and puts everything back at the end.
+// A handler reaches nothing but a global: the end of a pipe that Signals reads. -1: no launcher runs.
+std::atomic<int> signal_writer{-1};
+
+void note_signal(int signal) {
+  const int saved = errno;
+  const auto byte = static_cast<unsigned char>(signal);
+  [[maybe_unused]] const auto written = ::write(signal_writer.load(), &byte, 1);
+  errno = saved;
+}
+
+/// Turns signals into reads of a file descriptor, and puts everything back at the end. By handlers, not by signalfd:
+/// that would miss what the system delivers to other threads of the process.
 class Signals {
  public:
   Signals() {
-    sigset_t wanted;
-    ::sigemptyset(&wanted);
-    for (const int signal : kForwarded) {
-      ::sigaddset(&wanted, signal);
+    std::array<int, 2> ends{};
+    TORCH_CHECK(
+        ::pipe2(ends.data(), O_CLOEXEC | O_NONBLOCK) == 0,
+        "[launch_local_ranks] cannot make a pipe: ", std::strerror(errno));
+    reader_ = ends[0];
+    writer_ = ends[1];
+    int none = -1;
+    if (!signal_writer.compare_exchange_strong(none, writer_)) {
+      ::close(reader_);
+      ::close(writer_);
+      TORCH_CHECK_VALUE(
+          false, "[launch_local_ranks] this process is already launching ranks; wait for that call to return");
     }
-    ::sigaddset(&wanted, SIGCHLD);
-    ::sigaddset(&wanted, SIGTSTP);
-    ::pthread_sigmask(SIG_BLOCK, &wanted, &old_mask_);
-    struct sigaction action {};
-    action.sa_handler = SIG_IGN;
-    ::sigaction(SIGPIPE, &action, &old_pipe_);
-    action.sa_handler = SIG_DFL; // if it were ignored, ended ranks would vanish before their exit code is read
-    ::sigaction(SIGCHLD, &action, &old_child_);
-    fd_ = ::signalfd(-1, &wanted, SFD_CLOEXEC | SFD_NONBLOCK);
-    TORCH_CHECK(fd_ >= 0, "[launch_local_ranks] cannot listen for signals: ", std::strerror(errno));
+    take(SIGPIPE, SIG_IGN);
+    take(SIGCHLD, note_signal); // also where it was ignored: ranks would vanish before their exit code is read
+    for (const int signal : kHandled) {
+      struct sigaction now {};
+      ::sigaction(signal, nullptr, &now);
+      if (now.sa_handler != SIG_IGN) { // as under nohup, or in the background of a script
+        take(signal, note_signal);
+      }
+    }
   }
   ~Signals() {
-    ::close(fd_);
-    ::sigaction(SIGPIPE, &old_pipe_, nullptr);
-    ::sigaction(SIGCHLD, &old_child_, nullptr);
-    ::pthread_sigmask(SIG_SETMASK, &old_mask_, nullptr);
+    for (const auto& [signal, action] : old_) {
+      ::sigaction(signal, &action, nullptr);
+    }
+    signal_writer = -1;
+    ::close(reader_);
+    ::close(writer_);
   }
   Signals(const Signals&) = delete;
   Signals& operator=(const Signals&) = delete;
 
   int fd() const {
-    return fd_;
+    return reader_;
   }
   std::optional<int> next() const {
-    signalfd_siginfo info{};
-    if (::read(fd_, &info, sizeof(info)) != sizeof(info)) {
-      return std::nullopt;
-    }
-    return static_cast<int>(info.ssi_signo);
+    unsigned char byte = 0;
+    return ::read(reader_, &byte, 1) == 1 ? std::optional<int>(byte) : std::nullopt;
   }
 
  private:
-  int fd_ = -1;
-  sigset_t old_mask_{};
-  struct sigaction old_pipe_ {};
-  struct sigaction old_child_ {};
+  void take(int signal, void (*handler)(int)) {
+    struct sigaction action {};
+    struct sigaction old {};
+    action.sa_handler = handler;
+    action.sa_flags = SA_RESTART;
+    ::sigaction(signal, &action, &old);
+    old_.emplace_back(signal, old);
+  }
+
+  int reader_ = -1;
+  int writer_ = -1;
+  std::vector<std::pair<int, struct sigaction>> old_;
 };
 
 /// All ranks of one job on this host, from their start to the last one's end.
@@ -250,7 +278,7 @@ class Launcher {
   const int nproc_;
   const std::vector<std::string>& argv_;
   const LaunchOptions options_;
-  Signals signals_; // before the store's threads start, so that they block the signals too
+  Signals signals_;
   std::string token_;
   int port_ = 0;
   StorePtr job_;

@@ -16,7 +16,9 @@
 #include <csignal>
 #include <cstdlib>
 #include <fstream>
+#include <future>
 #include <sstream>
+#include <thread>
 
 namespace ebb::comm {
 namespace {
@@ -102,7 +104,8 @@ TEST(LaunchLocalRanks, TellsTheOthersToEndAndThenKillsThem) {
 
 TEST(LaunchLocalRanks, LetsTheOthersEndByThemselves) {
   const auto outcome = launch(
-      2, "[ $EBB_RANK = 0 ] && exit 5; trap 'echo told' TERM; sleep 0.3; echo saved; exit 0", {.leave = 20s, .grace = 20s});
+      2, "[ $EBB_RANK = 0 ] && exit 5; trap 'echo told' TERM; sleep 0.3; echo saved; exit 0",
+      {.leave = 20s, .grace = 20s});
   EXPECT_EQ(outcome.code, 5);
   EXPECT_THAT(outcome.lines, UnorderedElementsAre("saved"));
 }
@@ -123,7 +126,9 @@ TEST(LaunchLocalRanks, KillsWhatARankLeavesRunning) {
 
 TEST(LaunchLocalRanks, PassesOutputOnByWholeLines) {
   const auto outcome = launch(
-      4, "for i in 1 2 3 4 5 6 7 8 9 10; do printf 'rank %s' $EBB_RANK; sleep 0.01; printf ' says %s\\n' $i; done; printf end");
+      4,
+      "for i in 1 2 3 4 5 6 7 8 9 10; do printf 'rank %s' $EBB_RANK; sleep 0.01; printf ' says %s\\n' $i; done; printf "
+      "end");
   EXPECT_EQ(outcome.code, 0);
   ASSERT_EQ(outcome.lines.size(), 44u);
   for (int rank = 0; rank < 4; ++rank) {
@@ -149,15 +154,48 @@ TEST(LaunchLocalRanks, StartsRanksWithSigpipeIgnored) {
   }
 }
 
+void do_nothing(int) {}
+
 TEST(LaunchLocalRanks, PutsTheCallersSignalsBack) {
-  sigset_t before;
-  sigset_t after;
-  ::pthread_sigmask(SIG_SETMASK, nullptr, &before);
+  ::signal(SIGUSR1, do_nothing);
   launch(1, "true");
-  ::pthread_sigmask(SIG_SETMASK, nullptr, &after);
-  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGCHLD, SIGTSTP}) {
-    EXPECT_EQ(::sigismember(&before, signal), ::sigismember(&after, signal)) << signal;
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR2, SIGCHLD, SIGTSTP}) {
+    EXPECT_EQ(::signal(signal, SIG_DFL), SIG_DFL) << signal;
   }
+  EXPECT_EQ(::signal(SIGUSR1, SIG_DFL), &do_nothing);
+}
+
+TEST(LaunchLocalRanks, LeavesSignalsIgnoredThatTheCallerIgnores) {
+  ::signal(SIGHUP, SIG_IGN); // as nohup does
+  const auto outcome = launch(1, "kill -HUP $PPID; kill -HUP $$; sleep 0.3; echo alive");
+  EXPECT_EQ(outcome.code, 0);
+  EXPECT_THAT(outcome.lines, UnorderedElementsAre("alive"));
+  EXPECT_EQ(::signal(SIGHUP, SIG_DFL), SIG_IGN);
+}
+
+TEST(LaunchLocalRanks, ForwardsSignalsAlsoWhereOtherThreadsRun) {
+  std::promise<void> over;
+  std::thread other([&] { over.get_future().wait(); }); // blocks no signals
+  // The launcher's main thread does, so that the system has to choose the other one.
+  sigset_t blocked;
+  ::sigemptyset(&blocked);
+  ::sigaddset(&blocked, SIGUSR1);
+  ::pthread_sigmask(SIG_BLOCK, &blocked, nullptr);
+  const auto outcome = launch(1, "trap 'echo forwarded; exit 0' USR1; kill -USR1 $PPID; while :; do sleep 0.05; done");
+  ::pthread_sigmask(SIG_UNBLOCK, &blocked, nullptr);
+  over.set_value();
+  other.join();
+  EXPECT_EQ(outcome.code, 0);
+  EXPECT_THAT(outcome.lines, UnorderedElementsAre("forwarded"));
+}
+
+TEST(LaunchLocalRanks, RefusesToRunTwiceAtOnce) {
+  testing::internal::CaptureStdout();
+  std::thread first([] { EXPECT_EQ(launch_local_ranks(1, {"sleep", "1"}, kQuick), 0); });
+  std::this_thread::sleep_for(300ms);
+  EXPECT_THROW(launch_local_ranks(1, {"true"}, kQuick), c10::ValueError);
+  first.join();
+  testing::internal::GetCapturedStdout();
 }
 
 TEST(LaunchLocalRanks, RunsArgumentsAsTheyAre) {

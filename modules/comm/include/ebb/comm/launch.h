@@ -18,20 +18,21 @@ struct LaunchOptions {
 /// forwarded; each rank gets them once, also when they come from a terminal. No rank outlives this process.
 ///
 /// When a rank fails the others learn of it at once through the store, are told to stop (SIGTERM after options.leave,
-/// SIGKILL after options.grace), and the exit code is that of the rank that failed first; 128 + n when it died of signal
-/// n. Code 4 (lost peer) yields to that of the lost peer.
+/// SIGKILL after options.grace), and the exit code is that of the rank that failed first; 128 + n when it died of
+/// signal n. Code 4 (lost peer) yields to that of the lost peer.
 ///
 /// The store listens on loopback alone, in this process. Ranks find their place in EBB_RANK, EBB_WORLD_SIZE,
-/// EBB_LOCAL_RANK, EBB_LOCAL_WORLD_SIZE, EBB_MASTER_ADDR, EBB_MASTER_PORT and EBB_TOKEN. OMP_NUM_THREADS is kept where it
-/// is set, else it becomes the cores available divided by `nproc`, at least 1. Output passes through by whole lines;
+/// EBB_LOCAL_RANK, EBB_LOCAL_WORLD_SIZE, EBB_MASTER_ADDR, EBB_MASTER_PORT and EBB_TOKEN. OMP_NUM_THREADS is kept where
+/// it is set, else it becomes the cores available divided by `nproc`, at least 1. Output passes through by whole lines;
 /// on a terminal rank 0 writes to it directly, so that it can draw progress bars.
 ///
-/// Call it from a process that has no other threads yet: the signals are blocked in this thread and those it starts.
+/// Signals that this process ignores, as SIGHUP under nohup, stay ignored here and in the ranks. Only one call may run
+/// in a process at a time; the signals' actions are put back at its end.
 ///
 /// @param nproc  1 .. 1024.
 /// @param argv   Program (looked up in PATH when it has no slash) and arguments, run without a shell.
 /// @return       The exit code for the launcher; 127 when the program cannot be run.
-/// @throws ValueError when nproc is out of range or argv is empty.
+/// @throws ValueError when nproc is out of range, argv is empty, or another call is running.
 int launch_local_ranks(int nproc, const std::vector<std::string>& argv, const LaunchOptions& options = {});
 
 } // namespace ebb::comm

@@ -2,6 +2,7 @@
 
 #include "engine.h"
 #include "paged_storage.h"
+#include "unit.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
@@ -48,10 +49,10 @@ bool may_hold_tensors(const c10::TypePtr& type) {
 OperatorTraits traits_of(const c10::FunctionSchema& schema) {
   // They look at shape, dtype and device only; Adam calls some of them on every parameter.
   static const std::unordered_set<std::string_view> metadata_only{
-      "aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::rand_like", "aten::randn_like",
-      "aten::randint_like", "aten::new_empty", "aten::new_zeros", "aten::new_ones", "aten::new_full",
-      "aten::new_empty_strided", "aten::is_same_size", "aten::result_type", "aten::can_cast", "aten::_version",
-      "aten::requires_grad_", "aten::is_leaf", "aten::retain_grad"};
+      "aten::empty_like", "aten::zeros_like",        "aten::ones_like",    "aten::full_like",   "aten::rand_like",
+      "aten::randn_like", "aten::randint_like",      "aten::new_empty",    "aten::new_zeros",   "aten::new_ones",
+      "aten::new_full",   "aten::new_empty_strided", "aten::is_same_size", "aten::result_type", "aten::can_cast",
+      "aten::_version",   "aten::requires_grad_",    "aten::is_leaf",      "aten::retain_grad"};
   OperatorTraits traits;
   traits.num_arguments = schema.arguments().size();
   if (schema.name() == "aten::_has_compatible_shallow_copy_type") {
@@ -117,8 +118,7 @@ class Pins {
       return;
     }
     TORCH_CHECK_VALUE(
-        engine,
-        "[", schema_.name(), "] the parameters of unit '", owner.unit_name,
+        engine, "[", schema_.name(), "] the parameters of unit '", owner.unit_name,
         "' have no data: the ShardedModel that fully_shard() returned is gone; keep it alive as long as the model");
     if (write && !OwnAccess::active()) {
       engine->check_write(*owner.flat, tensor, schema_.name());
@@ -127,7 +127,22 @@ class Pins {
     pinned_.emplace_back(engine, owner.flat);
   }
 
+  /// After the last add(): says so where one operator takes a whole model, as at::_foreach_* and at::cat of all
+  /// parameters do.
+  void note_width() const {
+    if (pinned_.size() <= kNarrow) {
+      return;
+    }
+    std::unordered_set<const Unit*> units;
+    for (const auto& [engine, flat] : pinned_) {
+      units.insert(flat->unit);
+    }
+    pinned_.front().first->note_width(schema_.name(), units.size());
+  }
+
  private:
+  static constexpr std::size_t kNarrow = 3; ///< So few units are never worth a warning.
+
   const c10::FunctionSchema& schema_;
   c10::SmallVector<std::pair<Engine*, FlatParameter*>, 4> pinned_;
 };
@@ -144,10 +159,10 @@ void check_replacement(const c10::FunctionSchema& schema, const torch::jit::Stac
     return;
   }
   auto* engine = storage->owner().engine.load(std::memory_order_acquire);
-  const auto name = engine ? engine->describe(*storage->owner().flat, self) : "unit '" + storage->owner().unit_name + "'";
+  const auto name =
+      engine ? engine->describe(*storage->owner().flat, self) : "unit '" + storage->owner().unit_name + "'";
   TORCH_CHECK_VALUE(
-      false,
-      "[fully_shard] the data of a sharded parameter, ", name, ", cannot be replaced (got ",
+      false, "[fully_shard] the data of a sharded parameter, ", name, ", cannot be replaced (got ",
       from.defined() ? c10::str(from.dtype(), " on ", from.device()) : std::string("an undefined tensor"),
       "): set_data() and to(dtype or device) belong before fully_shard(); convert the model first");
 }
@@ -185,6 +200,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
       }
     }
   }
+  pins.note_width();
   op.redispatchBoxed(below, stack);
 }
 

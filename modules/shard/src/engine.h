@@ -2,7 +2,7 @@
 
 #include "ebb/comm/mesh.h"
 #include "ebb/shard/fully_shard.h"
-#include "frame_pool.h"
+#include "resident_set.h"
 #include "unit.h"
 #include "use_order.h"
 
@@ -12,6 +12,7 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 namespace ebb::shard {
@@ -25,11 +26,14 @@ struct Faults {
   bool wrong_prefetch = false; ///< Prefetches the unit after the predicted one.
 };
 
-/// One sharded model: which units are resident, what comes next, and when a backward begins and ends.
+/// One sharded model: what its operators use, what comes next, and when a backward begins and ends.
 ///
 /// Threads: forward and backward may run on different ones; `mutex_` guards everything and is held across collectives, so
 /// each rank has an engine, and a lock, of its own. It is recursive because a gradient hook can run inside a touch. Lock
-/// order: engine, then whatever the communicator locks; no call goes from the communicator into the engine.
+/// order: engine, then whatever the communicator locks; no call goes from the communicator into the engine. Two threads
+/// must not use one model at the same time; on CPU the second is refused while a backward runs.
+///
+/// In three files: engine.cpp (use, backward), engine_checks.cpp (what is refused), full_parameters.cpp (the scope).
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   Engine(ShardOptions options, std::vector<std::unique_ptr<Unit>> units);
@@ -43,6 +47,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // --- called by the fallback
   void touch_and_pin(FlatParameter& flat);
   void unpin(FlatParameter& flat);
+  /// Warns, once, of an operator that reads far more units together than there are frames.
+  void note_width(std::string_view op, std::size_t num_units);
   void check_write(const FlatParameter& flat, const at::Tensor& written, const std::string& op) const;
   void before_shard_write(FlatParameter& flat);
   /// "'layers.0.weight' (unit 'layers.0')"
@@ -73,10 +79,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
     return *group_;
   }
   int num_frames() const {
-    return frames_.capacity();
+    return resident_.num_frames();
   }
   std::int64_t frame_bytes() const {
-    return frames_.frame_bytes();
+    return resident_.frame_bytes();
   }
   const UseOrder& order() const {
     return order_;
@@ -89,23 +95,16 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
  private:
   friend class GradientReducer;
+  friend class ResidentSet;
 
   Pass current_pass() const;
+  void drop_failed_backward();
   void begin_backward_if_needed();
   void end_backward();
   void visit(Unit& unit);
   void prefetch();
-  bool keeps(const Unit& unit, Pass pass) const;
-
-  void start_gather(Unit& unit, Frame frame, bool prefetch);
-  void finish_gather(Unit& unit);
-  void reshard(Unit& unit);
-  void release_gathers();
-  std::optional<Frame> frame_for(Unit& unit, bool may_exceed);
-  Unit* victim(const Unit& for_unit, std::int64_t needed_sooner_than) const;
-  void drop_kept(Unit& unit);
-  void shrink();
-  void check_invariant() const;
+  /// Whether a unit that is gathered now stays until the end of backward.
+  bool keeps(const Unit& unit) const;
   void check_same_order(std::string_view what, const Unit& unit);
   void event(std::string_view what, const Unit& unit);
 
@@ -115,18 +114,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::unique_ptr<GradientReducer> reducer_;
 
   mutable std::recursive_mutex mutex_;
-  FramePool frames_;
   UseOrder order_;
-  std::vector<std::unique_ptr<comm::Work>> unreleased_; ///< Gathers whose input peers may still be reading.
+  ResidentSet resident_;
   Unit* current_ = nullptr; ///< The unit visited last.
   std::int64_t tick_ = 0;
   bool armed_ = false; ///< A backward has begun and its end is queued.
   std::weak_ptr<int> backward_; ///< Held by the queued end; gone when it ran or when backward failed.
+  std::thread::id backward_thread_;
   int full_scopes_ = 0;
-  std::int64_t held_bytes_ = 0;
-  std::int64_t peak_held_bytes_ = 0;
-  std::int64_t extra_bytes_ = 0;
-  std::int64_t kept_bytes_ = 0;
+  bool warned_of_width_ = false;
   ShardStats stats_;
   bool recording_ = false;
   Faults faults_;

@@ -8,7 +8,9 @@ namespace ebb::shard {
 namespace {
 
 std::string bytes_text(std::int64_t bytes) {
-  return bytes < 10'000 ? fmt::format("{} B", bytes) : bytes < 10'000'000 ? fmt::format("{:.1f} kB", bytes / 1e3) : fmt::format("{:.1f} MB", bytes / 1e6);
+  return bytes < 10'000       ? fmt::format("{} B", bytes)
+         : bytes < 10'000'000 ? fmt::format("{:.1f} kB", bytes / 1e3)
+                              : fmt::format("{:.1f} MB", bytes / 1e6);
 }
 
 } // namespace
@@ -33,8 +35,8 @@ std::string ShardedModel::explain() const {
     }
   }
   std::string text = fmt::format(
-      "{} over {} rank(s): {} parameters in {} unit(s)\n", name_of(options.strategy), engine.group().size(), num_parameters(),
-      engine.units().size());
+      "{} over {} rank(s): {} parameters in {} unit(s)\n", name_of(options.strategy), engine.group().size(),
+      num_parameters(), engine.units().size());
   text += fmt::format("  {:<28} {:>12} {:>12} {:>12}  {}\n", "unit", "parameters", "unsharded", "shard", "dtypes");
   for (const auto& unit : engine.units()) {
     std::int64_t numel = 0;
@@ -45,25 +47,28 @@ std::string ShardedModel::explain() const {
         numel += member.numel;
       }
       shard += flat->shard_bytes();
-      dtypes += fmt::format("{}{}{}", dtypes.empty() ? "" : ", ", c10::toString(flat->dtype), flat->requires_grad ? "" : " (frozen)");
+      dtypes += fmt::format(
+          "{}{}{}", dtypes.empty() ? "" : ", ", c10::toString(flat->dtype), flat->requires_grad ? "" : " (frozen)");
     }
-    text += fmt::format("  {:<28} {:>12} {:>12} {:>12}  {}\n", unit->name, numel, bytes_text(unit->bytes), bytes_text(shard), dtypes);
+    text += fmt::format(
+        "  {:<28} {:>12} {:>12} {:>12}  {}\n", unit->name, numel, bytes_text(unit->bytes), bytes_text(shard), dtypes);
   }
   const auto frames = options.strategy == Strategy::kNoShard ? 0 : engine.num_frames() * engine.frame_bytes();
   const auto kept = options.strategy == Strategy::kShardGradOp ? total : 0;
   const auto buffers = 2 * largest;
   text += fmt::format(
-      "  frames: {} ({} + {} prefetch) of {}\n", options.strategy == Strategy::kNoShard ? 0 : engine.num_frames(), options.frames,
-      options.prefetch, bytes_text(engine.frame_bytes()));
+      "  frames: {} ({} + {} prefetch) of {}\n", options.strategy == Strategy::kNoShard ? 0 : engine.num_frames(),
+      options.frames, options.prefetch, bytes_text(engine.frame_bytes()));
   text += fmt::format(
-      "  expected peak on this rank without activations: {} = shards {} + gradients {} + AdamW state {} + {} {} + reduce "
-      "buffers {}\n",
+      "  expected peak on this rank without activations: {} = shards {} + gradients {} + AdamW state {} + {} {} + "
+      "reduce buffers {}\n",
       bytes_text(shard_bytes + 3 * trainable + frames + kept + buffers), bytes_text(shard_bytes), bytes_text(trainable),
       bytes_text(2 * trainable), kept ? "kept units" : "frames", bytes_text(kept ? kept : frames), bytes_text(buffers));
-  if (largest_unit && total > 0 && largest > total * 0.6 && options.strategy != Strategy::kNoShard && engine.group().size() > 1) {
+  if (largest_unit && total > 0 && largest > total * 0.6 && options.strategy != Strategy::kNoShard &&
+      engine.group().size() > 1) {
     text += fmt::format(
-        "  warning: unit '{}' holds {:.0f}% of the parameters, so that little memory is saved; choose a wrap policy that "
-        "makes its parts units, for example wrap_by_class({{\"Block\"}}) or a smaller wrap_by_size()\n",
+        "  warning: unit '{}' holds {:.0f}% of the parameters, so that little memory is saved; choose a wrap policy "
+        "that makes its parts units, for example wrap_by_class({{\"Block\"}}) or a smaller wrap_by_size()\n",
         largest_unit->name, 100.0 * largest / total);
   }
   return text;

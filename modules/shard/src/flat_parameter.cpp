@@ -20,15 +20,13 @@ std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
 // takes it away before autograd accumulates the next gradient.
 at::Tensor make_sentinel(const Member& member, const FlatParameter& flat) {
   auto storage = c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(),
-      member.numel * flat.element_size(),
-      c10::DataPtr(nullptr, flat.device),
+      c10::StorageImpl::use_byte_size_t(), member.numel * flat.element_size(), c10::DataPtr(nullptr, flat.device),
       /*allocator=*/nullptr,
       /*resizable=*/false);
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
       "[fully_shard] the gradient of '" + member.name + "' (unit '" + flat.unit->name +
-      "') is in the shards, not on the model's parameter: build the optimizer on the parameters() of the ShardedModel, and "
-      "clip with its clip_grad_norm_()");
+      "') is in the shards, not on the model's parameter: build the optimizer on the parameters() of the ShardedModel, "
+      "and clip with its clip_grad_norm_()");
   return tensor_on(c10::Storage(std::move(storage)), /*paged=*/false, flat.dtype, 0, member.sizes);
 }
 
@@ -75,7 +73,8 @@ void FlatParameter::take_over(int rank, bool in_place) {
   for (auto& member : members) {
     const auto length = member.slice_end - member.slice_begin;
     const auto offset = length > 0 ? member.offset + member.slice_begin - begin : 0;
-    member.leaf = tensor_on(c10::Storage(shard_storage), /*paged=*/true, dtype, offset, {length}).set_requires_grad(requires_grad);
+    member.leaf = tensor_on(c10::Storage(shard_storage), /*paged=*/true, dtype, offset, {length})
+                      .set_requires_grad(requires_grad);
     // Keeps the handle, its autograd identity and every alias of the handle; drops the unsharded bytes.
     member.parameter.set_data(tensor_on(c10::Storage(storage), /*paged=*/true, dtype, member.offset, member.sizes));
     member.parameter.mutable_grad() = at::Tensor();

@@ -26,10 +26,9 @@ std::unique_ptr<Unit> make_unit(const UnitPlan& plan, int index, int rank, int w
     std::map<c10::ScalarType, std::unique_ptr<FlatParameter>> by_dtype;
     for (const auto& parameter : plan.parameters) {
       TORCH_CHECK_VALUE(
-          parameter.tensor.device() == device,
-          "[fully_shard] expected all parameters of unit '", plan.name, "' on one device, got '",
-          plan.parameters.front().names.front(), "' on ", device, " and '", parameter.names.front(), "' on ",
-          parameter.tensor.device(), "; move the model to one device first");
+          parameter.tensor.device() == device, "[fully_shard] expected all parameters of unit '", plan.name,
+          "' on one device, got '", plan.parameters.front().names.front(), "' on ", device, " and '",
+          parameter.names.front(), "' on ", parameter.tensor.device(), "; move the model to one device first");
       if (parameter.tensor.requires_grad() != trains) {
         continue;
       }
@@ -74,14 +73,16 @@ ShardedModel shard(Model& model, ShardOptions options) {
   for (const auto& node : tree.nodes) {
     for (const auto& [name, tensor] : node.parameters) {
       TORCH_CHECK_VALUE(
-          !tensor.key_set().has(kPagedKey),
-          "[fully_shard] '", name, "' is sharded already; call fully_shard() once, on the outermost module, with a wrap policy "
+          !tensor.key_set().has(kPagedKey), "[fully_shard] '", name,
+          "' is sharded already; call fully_shard() once, on the outermost module, with a wrap policy "
           "for the parts");
     }
   }
   check_same_model(tree, settings_of(options), *group);
   const auto plans = plan_units(tree, options.wrap);
-  TORCH_CHECK_VALUE(!plans.empty(), "[fully_shard] expected a model with parameters, got none; register them with register_parameter()");
+  TORCH_CHECK_VALUE(
+      !plans.empty(),
+      "[fully_shard] expected a model with parameters, got none; register them with register_parameter()");
   if (options.sync_module_states) {
     broadcast_from_rank0(tree, *options.mesh.world());
   }
@@ -93,7 +94,8 @@ ShardedModel shard(Model& model, ShardOptions options) {
   const bool whole = options.strategy == Strategy::kNoShard;
   std::vector<std::unique_ptr<Unit>> units;
   for (const auto& plan : plans) {
-    units.push_back(make_unit(plan, static_cast<int>(units.size()), whole ? 0 : group->rank(), whole ? 1 : group->size()));
+    units.push_back(
+        make_unit(plan, static_cast<int>(units.size()), whole ? 0 : group->rank(), whole ? 1 : group->size()));
   }
   auto engine = std::make_shared<Engine>(std::move(options), std::move(units));
   engine->take_over();

@@ -7,11 +7,12 @@
 
 namespace ebb::shard {
 
-double clip_gradients(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type, comm::Communicator* group) {
+double clip_gradients(
+    const std::vector<at::Tensor>& parameters, double max_norm, double norm_type, comm::Communicator* group) {
   const bool infinite = std::isinf(norm_type) && norm_type > 0;
   TORCH_CHECK_VALUE(
-      norm_type == 1 || norm_type == 2 || infinite,
-      "[clip_grad_norm_] expected norm_type 1, 2 or infinity, got ", norm_type);
+      norm_type == 1 || norm_type == 2 || infinite, "[clip_grad_norm_] expected norm_type 1, 2 or infinity, got ",
+      norm_type);
   TORCH_CHECK_VALUE(max_norm > 0, "[clip_grad_norm_] expected max_norm > 0, got ", max_norm);
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> grads;

@@ -1,17 +1,12 @@
 #include "gradients.h"
 
 #include "dispatch.h"
-#include "ebb/base/error.h"
 #include "ebb/base/log.h"
 #include "engine.h"
 
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <sstream>
 
 namespace ebb::shard {
 namespace {
@@ -19,26 +14,10 @@ namespace {
 // One reduction is filled while another is under way.
 constexpr std::int64_t kMaxBuffers = 2;
 
-bool trainable(const FlatParameter& flat) {
-  return flat.requires_grad;
-}
-
-// Hooks are owned by the model's parameters, which may outlive the engine: they go through the owner block.
-struct PostAccumulate final : torch::autograd::PostAccumulateGradHook {
-  PostAccumulate(std::shared_ptr<PageOwner> owner, std::size_t member) : owner(std::move(owner)), member(member) {}
-  void operator()(const at::Tensor& /*parameter*/) override {
-    if (auto* engine = owner->engine.load(std::memory_order_acquire)) {
-      engine->on_gradient(*owner->flat->unit, *owner->flat, owner->flat->members[member]);
-    }
-  }
-  std::shared_ptr<PageOwner> owner;
-  std::size_t member;
-};
-
 std::int64_t trainable_bytes(const Unit& unit) {
   std::int64_t bytes = 0;
   for (const auto& flat : unit.flats) {
-    if (trainable(*flat)) {
+    if (flat->requires_grad) {
       bytes = flat->frame_offset + flat->padded_bytes();
     }
   }
@@ -47,28 +26,11 @@ std::int64_t trainable_bytes(const Unit& unit) {
 
 } // namespace
 
-void attach_gradient_hooks(FlatParameter& flat) {
-  if (!trainable(flat)) {
-    return;
-  }
-  for (std::size_t i = 0; i < flat.members.size(); ++i) {
-    auto& parameter = flat.members[i].parameter;
-    torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::make_unique<PostAccumulate>(flat.owner, i));
-    // Runs before the gradient is accumulated: see Note [Sentinel gradients].
-    parameter.register_hook([owner = flat.owner, i](at::Tensor grad) {
-      if (owner->engine.load(std::memory_order_acquire)) {
-        owner->flat->members[i].parameter.mutable_grad() = at::Tensor();
-      }
-      return grad;
-    });
-  }
-}
-
 GradientReducer::GradientReducer(Engine& engine) : engine_(engine) {
   int root = -1;
   for (const auto& unit : engine.units()) {
     for (const auto& flat : unit->flats) {
-      if (trainable(*flat)) {
+      if (flat->requires_grad) {
         unit->num_trainable += static_cast<std::int64_t>(flat->members.size());
       }
     }
@@ -122,6 +84,16 @@ at::Tensor GradientReducer::take_buffer() {
   return at::empty({buffer_bytes_}, at::TensorOptions().dtype(at::kByte).device(device));
 }
 
+void GradientReducer::drop_hidden_gradients() {
+  for (const auto& unit : engine_.units()) {
+    for (auto& flat : unit->flats) {
+      if (flat->flat_grad.defined() && flat->flat_grad.storage().use_count() == 1) {
+        flat->flat_grad = at::Tensor();
+      }
+    }
+  }
+}
+
 void GradientReducer::on_gradient(Unit& unit, FlatParameter& flat, Member& member) {
   const at::NoGradGuard no_grad;
   auto grad = member.parameter.grad();
@@ -168,7 +140,7 @@ void GradientReducer::fill(Unit& unit) {
     buffer = take_buffer();
   }
   for (auto& flat : unit.flats) {
-    if (!trainable(*flat)) {
+    if (!flat->requires_grad) {
       continue;
     }
     auto flat_slot = slot(unit, *flat);
@@ -210,7 +182,7 @@ void GradientReducer::reduce(Unit& unit) {
   InFlight reduction;
   reduction.unit = &unit;
   for (auto& flat : unit.flats) {
-    if (!trainable(*flat)) {
+    if (!flat->requires_grad) {
       continue;
     }
     auto input = slot(unit, *flat);
@@ -230,7 +202,8 @@ void GradientReducer::reduce(Unit& unit) {
 
     const bool shared = flat->flat_grad.defined() && flat->flat_grad.storage().use_count() > 1 && !accumulates;
     if (!flat->flat_grad.defined() || shared) { // a user kept the last step's gradients: they stay theirs
-      flat->flat_grad = at::zeros({flat->shard_numel}, flat->shard.options());
+      flat->flat_grad = accumulates ? at::zeros({flat->shard_numel}, flat->shard.options())
+                                    : at::empty({flat->shard_numel}, flat->shard.options());
     }
     auto output = accumulates ? at::empty_like(flat->flat_grad) : flat->flat_grad;
     if (engine_.faults_.scaled_gradient == unit.index) {
@@ -252,8 +225,9 @@ void GradientReducer::reduce(Unit& unit) {
   unit_buffers_[unit.index] = at::Tensor();
   in_flight_.push_back(std::move(reduction));
   unit.reduced = true;
-  if (engine_.options().strategy == Strategy::kShardGradOp && unit.frame && unit.pins == 0 && !engine_.in_full_parameters()) {
-    engine_.reshard(unit);
+  if (engine_.options().strategy == Strategy::kShardGradOp && unit.frame && unit.pins == 0 &&
+      !engine_.in_full_parameters()) {
+    engine_.resident_.reshard(unit);
   }
 }
 
@@ -261,7 +235,7 @@ void GradientReducer::collect(InFlight& reduction) {
   const at::NoGradGuard no_grad;
   std::size_t i = 0;
   for (auto& flat : reduction.unit->flats) {
-    if (!trainable(*flat)) {
+    if (!flat->requires_grad) {
       continue;
     }
     if (reduction.works[i]) {
@@ -299,138 +273,6 @@ void GradientReducer::collect_all() {
     }
     free_buffers_.push_back(std::move(releasing_.front().buffer));
   }
-}
-
-void GradientReducer::finish() {
-  const auto* only_some = torch::autograd::get_current_graph_task_exec_info();
-  if (only_some && !only_some->empty() && ready_order_.empty() && next_ == 0 && !again_) {
-    // autograd::grad(), or backward(inputs) that ends elsewhere: no parameter accumulates on any rank.
-    bool any = false;
-    for (const auto& unit : engine_.units()) {
-      any = any || unit->num_ready > 0;
-    }
-    if (!any) {
-      return;
-    }
-  }
-  for (bool more = true; more;) {
-    for (; next_ < order_.size(); ++next_) {
-      reduce(*engine_.units()[order_[next_]]);
-    }
-    collect_all();
-    const auto votes = vote(again_);
-    show_gradients(votes);
-    more = votes[num_members_].item<float>() > 0;
-    const bool reorder = votes[num_members_ + 1].item<float>() > 0;
-    if (reorder) {
-      agree_on_order();
-    }
-    if (more) { // late parts of gradients: one more round over all units
-      next_ = 0;
-      again_ = false;
-      for (const auto& unit : engine_.units()) {
-        unit->reduced = false;
-      }
-    }
-  }
-  clear_round();
-}
-
-// Which members got a gradient on any rank; then, whether any rank needs another round, and whether rank 0 saw the units
-// ready in another order than the agreed one.
-at::Tensor GradientReducer::vote(bool again) {
-  auto votes = at::zeros({static_cast<std::int64_t>(num_members_) + 2}, at::kFloat);
-  auto* vote = votes.data_ptr<float>();
-  std::size_t i = 0;
-  for (const auto& unit : engine_.units()) {
-    for (const auto& flat : unit->flats) {
-      if (trainable(*flat)) {
-        for (const auto& member : flat->members) {
-          vote[i++] = member.used;
-        }
-      }
-    }
-  }
-  vote[num_members_] = again;
-  const bool whole = ready_order_.size() == order_.size();
-  vote[num_members_ + 1] = engine_.group().rank() == 0 && whole && ready_order_ != order_;
-  if (engine_.group().size() > 1) {
-    const auto device = engine_.units().front()->flats.front()->device;
-    auto on_device = votes.to(device);
-    engine_.group().all_reduce(on_device, comm::ReduceOp::kMax, 1, "(which gradients exist)")->wait();
-    votes = on_device.cpu();
-  }
-  return votes;
-}
-
-void GradientReducer::show_gradients(const at::Tensor& votes) {
-  const auto* vote = votes.data_ptr<float>();
-  std::size_t i = 0;
-  for (const auto& unit : engine_.units()) {
-    for (const auto& flat : unit->flats) {
-      if (!trainable(*flat)) {
-        continue;
-      }
-      for (auto& member : flat->members) {
-        const bool used_somewhere = vote[i++] > 0;
-        if (used_somewhere && !member.leaf.grad().defined()) {
-          // On the same memory but not an autograd view: Optimizer::zero_grad() detaches grads in place.
-          member.leaf.mutable_grad() = tensor_on(
-              flat->flat_grad.storage(), /*paged=*/false, flat->dtype, member.leaf.storage_offset(), {member.leaf.numel()});
-        }
-      }
-    }
-  }
-}
-
-void GradientReducer::agree_on_order() {
-  std::ostringstream mine;
-  for (const int index : ready_order_) {
-    mine << index << ' ';
-  }
-  std::istringstream rank0(engine_.group().size() > 1 ? engine_.group().exchange(mine.str()).front() : mine.str());
-  order_.clear();
-  for (int index = 0; rank0 >> index;) {
-    order_.push_back(index);
-  }
-}
-
-void GradientReducer::clear_round() {
-  for (const auto& unit : engine_.units()) {
-    unit->num_ready = 0;
-    unit->pending_bytes = 0;
-    unit->reduced = false;
-    for (auto& flat : unit->flats) {
-      for (auto& member : flat->members) {
-        member.pending = at::Tensor();
-        member.filled = false;
-        member.used = false;
-      }
-    }
-  }
-  ready_order_.clear();
-  next_ = 0;
-  again_ = false;
-}
-
-void GradientReducer::abandon() {
-  // Peers or the transport may still be using these buffers: they go with their works.
-  in_flight_.clear();
-  releasing_.clear();
-  for (auto& buffer : unit_buffers_) {
-    buffer = at::Tensor();
-  }
-  num_buffers_ = static_cast<std::int64_t>(free_buffers_.size());
-  for (const auto& unit : engine_.units()) {
-    for (auto& flat : unit->flats) {
-      if (trainable(*flat)) {
-        for (auto& member : flat->members) {
-          member.parameter.mutable_grad() = at::Tensor();
-        }
-      }
-    }
-  }
-  clear_round();
 }
 
 } // namespace ebb::shard

@@ -31,6 +31,8 @@ class GradientReducer {
   ~GradientReducer();
 
   void on_gradient(Unit& unit, FlatParameter& flat, Member& member);
+  /// Frees the gradients that zero_grad() has taken from the leaves, so that activations can have their memory.
+  void drop_hidden_gradients();
   /// The end of backward: reduces what is left, waits, and shows the gradients to optimizers.
   void finish();
   /// After a failed backward: forgets it.

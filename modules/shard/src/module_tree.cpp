@@ -61,14 +61,14 @@ struct Extent {
 
 void check_parameter(const std::string& name, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(
-      !tensor.is_sparse() && tensor.layout() == c10::kStrided,
-      "[fully_shard] expected dense parameters, got '", name, "' with layout ", tensor.layout(), "; keep it out of the model's parameters");
+      !tensor.is_sparse() && tensor.layout() == c10::kStrided, "[fully_shard] expected dense parameters, got '", name,
+      "' with layout ", tensor.layout(), "; keep it out of the model's parameters");
   TORCH_CHECK_VALUE(
-      !tensor.is_meta(),
-      "[fully_shard] '", name, "' is on the meta device and has no values; initialise the model before sharding it");
+      !tensor.is_meta(), "[fully_shard] '", name,
+      "' is on the meta device and has no values; initialise the model before sharding it");
   TORCH_CHECK_VALUE(
-      tensor.is_leaf(),
-      "[fully_shard] '", name, "' is not a leaf: it was computed from other tensors; register the tensor it is computed from");
+      tensor.is_leaf(), "[fully_shard] '", name,
+      "' is not a leaf: it was computed from other tensors; register the tensor it is computed from");
   TORCH_CHECK_VALUE(
       c10::isFloatingType(tensor.scalar_type()) || !tensor.requires_grad(),
       "[fully_shard] expected floating-point trainable parameters, got '", name, "' of ", tensor.dtype());
@@ -78,22 +78,23 @@ void check_overlaps(std::vector<Extent> extents) {
   std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
   for (std::size_t i = 1; i < extents.size(); ++i) {
     TORCH_CHECK_VALUE(
-        extents[i].begin >= extents[i - 1].end,
-        "[fully_shard] parameters '", extents[i - 1].name, "' and '", extents[i].name,
-        "' are different tensors on the same memory and cannot be sharded apart; to tie weights register the same tensor in "
-        "both modules, otherwise clone one");
+        extents[i].begin >= extents[i - 1].end, "[fully_shard] parameters '", extents[i - 1].name, "' and '",
+        extents[i].name,
+        "' are different tensors on the same memory and cannot be sharded apart; to tie weights register the same "
+        "tensor in both modules, otherwise clone one");
   }
 }
 
 // A view that somebody kept would go on showing bytes that nobody updates any more.
-void check_aliases(const UnitPlan::Parameter& parameter, const std::unordered_map<const c10::StorageImpl*, int>& holders) {
+void check_aliases(
+    const UnitPlan::Parameter& parameter, const std::unordered_map<const c10::StorageImpl*, int>& holders) {
   const auto& storage = parameter.tensor.storage();
   const auto known = holders.at(storage.unsafeGetStorageImpl());
   TORCH_CHECK_VALUE(
-      static_cast<int>(storage.use_count()) <= known,
-      "[fully_shard] '", parameter.names.front(), "' has ", storage.use_count() - known,
-      " alias(es) outside the model's parameters (a kept view such as weight.t(), a detach(), a live autograd graph, or a "
-      "buffer on the same memory); they would not see later updates. Drop them, or make them after fully_shard()");
+      static_cast<int>(storage.use_count()) <= known, "[fully_shard] '", parameter.names.front(), "' has ",
+      storage.use_count() - known,
+      " alias(es) outside the model's parameters (a kept view such as weight.t(), a detach(), a live autograd graph, "
+      "or a buffer on the same memory); they would not see later updates. Drop them, or make them after fully_shard()");
 }
 
 } // namespace

@@ -34,7 +34,9 @@ struct Batch {
 using Key = std::tuple<c10::ScalarType, c10::Device, bool>;
 struct KeyLess {
   static auto order(const Key& key) {
-    return std::make_tuple(static_cast<int>(std::get<0>(key)), static_cast<int>(std::get<1>(key).type()), std::get<1>(key).index(), std::get<2>(key));
+    return std::make_tuple(
+        static_cast<int>(std::get<0>(key)), static_cast<int>(std::get<1>(key).type()), std::get<1>(key).index(),
+        std::get<2>(key));
   }
   bool operator()(const Key& a, const Key& b) const {
     return order(a) < order(b);
@@ -47,7 +49,9 @@ const at::Tensor* gradient_of(const at::Tensor& parameter) {
   if (!grad.defined() || parameter.numel() == 0) {
     return nullptr;
   }
-  TORCH_CHECK_VALUE(!grad.is_sparse(), "[fused optimizer] expected dense gradients, got a sparse one; use torch::optim::SparseAdam's kin unsharded");
+  TORCH_CHECK_VALUE(
+      !grad.is_sparse(),
+      "[fused optimizer] expected dense gradients, got a sparse one; use torch::optim::SparseAdam's kin unsharded");
   return &grad;
 }
 
@@ -86,7 +90,8 @@ class FusedAdamW final : public torch::optim::AdamW {
       state.step(state.step() + 1);
       auto& step = step_tensors[state.step()];
       if (!step.defined()) {
-        step = at::full({}, static_cast<double>(state.step()), at::TensorOptions().dtype(at::kFloat).device(parameter.device()));
+        step = at::full(
+            {}, static_cast<double>(state.step()), at::TensorOptions().dtype(at::kFloat).device(parameter.device()));
       }
       auto& batch = batches[{parameter.scalar_type(), parameter.device(), false}];
       batch.parameters.push_back(parameter);
@@ -101,8 +106,8 @@ class FusedAdamW final : public torch::optim::AdamW {
     const auto [beta1, beta2] = options.betas();
     for (auto& [key, batch] : batches) {
       at::_fused_adamw_(
-          batch.parameters, batch.grads, batch.first, batch.second, batch.largest, batch.steps, options.lr(), beta1, beta2,
-          options.weight_decay(), options.eps(), options.amsgrad(), /*maximize=*/false);
+          batch.parameters, batch.grads, batch.first, batch.second, batch.largest, batch.steps, options.lr(), beta1,
+          beta2, options.weight_decay(), options.eps(), options.amsgrad(), /*maximize=*/false);
     }
   }
 };
@@ -156,14 +161,16 @@ class FusedSgd final : public torch::optim::SGD {
 
 } // namespace
 
-std::unique_ptr<torch::optim::Optimizer> fused_adamw(std::vector<at::Tensor> parameters, const torch::optim::AdamWOptions& options) {
+std::unique_ptr<torch::optim::Optimizer> fused_adamw(
+    std::vector<at::Tensor> parameters, const torch::optim::AdamWOptions& options) {
   return std::make_unique<FusedAdamW>(std::move(parameters), options);
 }
 std::unique_ptr<torch::optim::Optimizer> fused_adamw(
     std::vector<OptimizerParamGroup> groups, const torch::optim::AdamWOptions& defaults) {
   return std::make_unique<FusedAdamW>(std::move(groups), defaults);
 }
-std::unique_ptr<torch::optim::Optimizer> fused_sgd(std::vector<at::Tensor> parameters, const torch::optim::SGDOptions& options) {
+std::unique_ptr<torch::optim::Optimizer> fused_sgd(
+    std::vector<at::Tensor> parameters, const torch::optim::SGDOptions& options) {
   return std::make_unique<FusedSgd>(std::move(parameters), options);
 }
 std::unique_ptr<torch::optim::Optimizer> fused_sgd(

@@ -35,7 +35,8 @@ void PagedStorage::fill(const at::Tensor& memory, std::int64_t offset) {
   // Owning: a leaf or a view that a user keeps may outlive the engine.
   auto keeps = std::make_unique<at::Tensor>(memory);
   auto* data = static_cast<char*>(memory.data_ptr()) + offset;
-  set_data_ptr_noswap(c10::DataPtr(data, keeps.release(), [](void* kept) { delete static_cast<at::Tensor*>(kept); }, device()));
+  set_data_ptr_noswap(c10::DataPtr(
+      data, keeps.release(), [](void* kept) { delete static_cast<at::Tensor*>(kept); }, device()));
 }
 
 void PagedStorage::empty(const std::string& message) {
@@ -43,7 +44,8 @@ void PagedStorage::empty(const std::string& message) {
   release_data_and_set_meta_custom_data_ptr_error_msg_(message);
 }
 
-at::Tensor tensor_on(const c10::Storage& storage, bool paged, c10::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes) {
+at::Tensor tensor_on(
+    const c10::Storage& storage, bool paged, c10::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes) {
   c10::DispatchKeySet keys(c10::computeDispatchKey(dtype, c10::kStrided, storage.device()));
   if (paged) {
     keys = keys.add(kPagedKey);

@@ -65,6 +65,7 @@ class PagedStorage : public c10::StorageImpl {
 };
 
 /// A tensor of `sizes`, contiguous from element `offset` of `storage`; with ebb's dispatch key when `paged`.
-at::Tensor tensor_on(const c10::Storage& storage, bool paged, c10::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes);
+at::Tensor tensor_on(
+    const c10::Storage& storage, bool paged, c10::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes);
 
 } // namespace ebb::shard

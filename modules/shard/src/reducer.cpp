@@ -46,8 +46,8 @@ Reducer::Reducer(ReplicateOptions options, const ModuleTree& tree)
     }
     const auto limit = buckets_.size() <= 1 ? options_.first_bucket_bytes : options_.bucket_bytes;
     const bool fits = !buckets_.empty() && bytes + static_cast<std::int64_t>(tensor.nbytes()) <= limit &&
-        buckets_.back().slots.front().parameter.scalar_type() == tensor.scalar_type() &&
-        buckets_.back().slots.front().parameter.device() == tensor.device();
+                      buckets_.back().slots.front().parameter.scalar_type() == tensor.scalar_type() &&
+                      buckets_.back().slots.front().parameter.device() == tensor.device();
     if (!fits) {
       buckets_.emplace_back();
       buckets_.back().name = fmt::format("bucket {} from '{}'", buckets_.size() - 1, name);
@@ -66,7 +66,8 @@ Reducer::Reducer(ReplicateOptions options, const ModuleTree& tree)
     const auto& first = bucket.slots.front().parameter;
     bucket.memory = at::zeros({end}, first.options().requires_grad(false));
     for (auto& slot : bucket.slots) {
-      slot.grad = tensor_on(bucket.memory.storage(), /*paged=*/false, first.scalar_type(), slot.offset, slot.parameter.sizes());
+      slot.grad =
+          tensor_on(bucket.memory.storage(), /*paged=*/false, first.scalar_type(), slot.offset, slot.parameter.sizes());
     }
   }
 }
@@ -104,10 +105,9 @@ void Reducer::on_gradient(std::size_t b, std::size_t s) {
     return;
   }
   TORCH_CHECK_VALUE(
-      !(slot.used && bucket.work),
-      "[replicate] a parameter of ", bucket.name,
-      " received a second gradient in one backward after its bucket was sent (a checkpoint that calls backward itself?); use "
-      "one backward per step");
+      !(slot.used && bucket.work), "[replicate] a parameter of ", bucket.name,
+      " received a second gradient in one backward after its bucket was sent (a checkpoint that calls backward "
+      "itself?); use one backward per step");
   if (!grad.is_alias_of(slot.grad)) {
     slot.grad.copy_(grad);
     grad = slot.grad;
@@ -197,10 +197,11 @@ std::string Reducer::explain() const {
     bytes += static_cast<std::int64_t>(bucket.memory.nbytes());
   }
   auto text = fmt::format(
-      "replicate over {} rank(s): {} tensors, gradients of {:.1f} MB in {} bucket(s)\n", group_->size(), parameters_.size(),
-      bytes / 1e6, buckets_.size());
+      "replicate over {} rank(s): {} tensors, gradients of {:.1f} MB in {} bucket(s)\n", group_->size(),
+      parameters_.size(), bytes / 1e6, buckets_.size());
   for (const auto& bucket : buckets_) {
-    text += fmt::format("  {:<48} {:>4} tensors {:>10.1f} kB\n", bucket.name, bucket.slots.size(), bucket.memory.nbytes() / 1e3);
+    text += fmt::format(
+        "  {:<48} {:>4} tensors {:>10.1f} kB\n", bucket.name, bucket.slots.size(), bucket.memory.nbytes() / 1e3);
   }
   return text;
 }

@@ -15,18 +15,19 @@ namespace {
 template <class Model>
 ReplicatedModel replicate_model(Model& model, ReplicateOptions options) {
   TORCH_CHECK_VALUE(
-      options.bucket_bytes > 0 && options.first_bucket_bytes > 0,
-      "[replicate] expected positive bucket sizes, got ", options.bucket_bytes, " and ", options.first_bucket_bytes);
+      options.bucket_bytes > 0 && options.first_bucket_bytes > 0, "[replicate] expected positive bucket sizes, got ",
+      options.bucket_bytes, " and ", options.first_bucket_bytes);
   const auto tree = ModuleTree::of(model);
   for (const auto& node : tree.nodes) {
     for (const auto& [name, tensor] : node.parameters) {
       TORCH_CHECK_VALUE(
-          !tensor.key_set().has(kPagedKey),
-          "[replicate] '", name, "' is sharded by fully_shard(); choose one of the two for a model");
+          !tensor.key_set().has(kPagedKey), "[replicate] '", name,
+          "' is sharded by fully_shard(); choose one of the two for a model");
     }
   }
   const auto group = options.mesh.world();
-  check_same_model(tree, c10::str("replicate, buckets of ", options.bucket_bytes, " and ", options.first_bucket_bytes), *group);
+  check_same_model(
+      tree, c10::str("replicate, buckets of ", options.bucket_bytes, " and ", options.first_bucket_bytes), *group);
   if (options.sync_module_states) {
     broadcast_from_rank0(tree, *group);
   }

@@ -24,25 +24,6 @@ void for_each_flat(const Engine& engine, Function function) {
 
 } // namespace
 
-FullParameters::FullParameters(std::shared_ptr<Engine> engine, FullParametersOptions options)
-    : engine_(std::move(engine)), options_(options) {
-  engine_->begin_full_parameters(options_);
-}
-
-FullParameters::~FullParameters() {
-  try {
-    close();
-  } catch (const std::exception& error) {
-    log::error("closing a full_parameters() scope failed: {}", message_of(error));
-  }
-}
-
-void FullParameters::close() {
-  if (const auto engine = std::exchange(engine_, nullptr)) {
-    engine->end_full_parameters(options_);
-  }
-}
-
 ShardedModel::ShardedModel(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
 
 std::vector<std::pair<std::string, at::Tensor>> ShardedModel::named_parameters() const {

@@ -19,7 +19,8 @@ std::vector<std::string> describe(const ModuleTree& tree, const std::string& set
     }
   }
   for (const auto& [name, tensor] : tree.buffers) {
-    lines.push_back(c10::str("buffer '", name, "' ", tensor.defined() ? c10::str(tensor.sizes(), " ", tensor.dtype()) : "undefined"));
+    lines.push_back(c10::str(
+        "buffer '", name, "' ", tensor.defined() ? c10::str(tensor.sizes(), " ", tensor.dtype()) : "undefined"));
   }
   return lines;
 }
@@ -68,13 +69,14 @@ void check_same_model(const ModuleTree& tree, const std::string& settings, comm:
       const auto here = i < theirs.size() ? theirs[i] : std::string("nothing more");
       if (on0 != here) {
         EBB_THROW(
-            IncompatibleStateError,
-            "[fully_shard] the ranks' models differ: rank 0 has ", on0, ", rank ", rank, " has ", here,
-            "; build the same model with the same options on every rank");
+            IncompatibleStateError, "[fully_shard] the ranks' models differ: rank 0 has ", on0, ", rank ", rank,
+            " has ", here, "; build the same model with the same options on every rank");
       }
     }
   }
-  EBB_THROW(IncompatibleStateError, "[fully_shard] the ranks' models differ beyond their first ", first.size(), " parameters");
+  EBB_THROW(
+      IncompatibleStateError, "[fully_shard] the ranks' models differ beyond their first ", first.size(),
+      " parameters");
 }
 
 void broadcast_from_rank0(const ModuleTree& tree, comm::Communicator& group) {

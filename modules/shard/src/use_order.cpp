@@ -39,7 +39,7 @@ void UseOrder::visit(int unit, Pass pass) {
       auto& e = evaluation_;
       const bool complete = !e.last.empty() && e.cursor == static_cast<std::int64_t>(e.last.size()) - 1;
       const bool repeats = e.last.empty() && e.current.size() > 1 && e.current.front() == unit &&
-          static_cast<int>(e.current.size()) >= num_units_;
+                           static_cast<int>(e.current.size()) >= num_units_;
       if ((complete && e.last.front() == unit) || repeats) {
         e.restart();
       }

@@ -12,7 +12,8 @@ enum class Pass { kForward, kBackward, kEvaluation };
 // Note [Prefetch order]
 // Forward follows the order of the last forward, backward the reverse of this step's forward (FSDP paper, section 3.3),
 // evaluation the last evaluation. Backward does not need every use of forward again: an embedding's weight is not read
-// there, nor that of a first layer whose input needs no gradient. How often each unit was used in the last backward says so. A wrong guess costs memory for a moment and never a wrong value. All decisions depend
+// there, nor that of a first layer whose input needs no gradient. How often each unit was used in the last backward says
+// so. A wrong guess costs memory for a moment and never a wrong value. All decisions depend
 // on the sequence of uses alone, so that ranks that run the same model make the same ones.
 
 /// Records in which order units are used and says which come next.
@@ -20,8 +21,7 @@ class UseOrder {
  public:
   static constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 
-  explicit UseOrder(int num_units)
-      : num_units_(num_units), backward_uses_(num_units), last_backward_uses_(num_units) {}
+  explicit UseOrder(int num_units) : num_units_(num_units), backward_uses_(num_units), last_backward_uses_(num_units) {}
 
   /// The pass moves on to `unit`.
   void visit(int unit, Pass pass);

@@ -17,7 +17,8 @@ bool names_class(const std::string& class_name, std::string_view asked) {
     name.remove_prefix(colon + 2);
   }
   constexpr std::string_view kSuffix = "Impl";
-  return name == asked || (name.size() > kSuffix.size() && name.ends_with(kSuffix) && name.substr(0, name.size() - kSuffix.size()) == asked);
+  return name == asked || (name.size() > kSuffix.size() && name.ends_with(kSuffix) &&
+                           name.substr(0, name.size() - kSuffix.size()) == asked);
 }
 
 } // namespace
@@ -32,12 +33,15 @@ WrapPolicy wrap_by_size(std::int64_t min_numel) {
 
 WrapPolicy wrap_by_class(std::vector<std::string> class_names) {
   return [class_names = std::move(class_names)](const ModuleInfo& info) {
-    return std::any_of(class_names.begin(), class_names.end(), [&](const auto& asked) { return names_class(info.class_name, asked); });
+    return std::any_of(
+        class_names.begin(), class_names.end(), [&](const auto& asked) { return names_class(info.class_name, asked); });
   };
 }
 
 WrapPolicy wrap_by_name(std::vector<std::string> names) {
-  return [names = std::move(names)](const ModuleInfo& info) { return std::find(names.begin(), names.end(), info.name) != names.end(); };
+  return [names = std::move(names)](const ModuleInfo& info) {
+    return std::find(names.begin(), names.end(), info.name) != names.end();
+  };
 }
 
 WrapPolicy wrap_any(std::vector<WrapPolicy> policies) {

@@ -68,12 +68,10 @@ TEST_P(Equality, LossesGradientsAndParametersAreBitEqualToOneUnshardedProcess) {
 }
 
 INSTANTIATE_TEST_SUITE_P(
-    All,
-    Equality,
+    All, Equality,
     ::testing::Combine(
         ::testing::Values(Strategy::kFullShard, Strategy::kShardGradOp, Strategy::kNoShard),
-        ::testing::Values(1, 2, 3, 4),
-        ::testing::Values("gpt", "mlp", "script")),
+        ::testing::Values(1, 2, 3, 4), ::testing::Values("gpt", "mlp", "script")),
     case_name);
 
 class ReplicateEquality : public ::testing::TestWithParam<std::tuple<int, std::string>> {};
@@ -95,7 +93,8 @@ TEST_P(ReplicateEquality, LossesGradientsAndParametersAreBitEqualToOneUnshardedP
       ASSERT_EQ(loss.template item<double>(), reference.losses[step][group->rank()]) << "step " << step;
       const auto parameters = subject.parameters();
       for (std::size_t i = 0; i < parameters.size(); ++i) {
-        ASSERT_TRUE(at::equal(parameters[i].second.grad(), reference.grads[step][i])) << parameters[i].first << " at step " << step;
+        ASSERT_TRUE(at::equal(parameters[i].second.grad(), reference.grads[step][i]))
+            << parameters[i].first << " at step " << step;
       }
       optimizer.step();
       optimizer.zero_grad();
@@ -109,8 +108,7 @@ TEST_P(ReplicateEquality, LossesGradientsAndParametersAreBitEqualToOneUnshardedP
 }
 
 INSTANTIATE_TEST_SUITE_P(
-    All,
-    ReplicateEquality,
+    All, ReplicateEquality,
     ::testing::Combine(::testing::Values(1, 2, 3, 4), ::testing::Values("gpt", "mlp", "script")),
     [](const auto& info) { return std::to_string(std::get<0>(info.param)) + "ranks_" + std::get<1>(info.param); });
 

@@ -1,8 +1,11 @@
 #include "support.h"
 
 #include "ebb/base/error.h"
+#include "ebb/base/log.h"
 
 #include <sstream>
+#include <thread>
+#include <vector>
 
 namespace ebb::shard {
 namespace {
@@ -28,7 +31,9 @@ TEST(Errors, AnOptimizerOnTheModelsParametersStopsAtItsFirstStep) {
       optimizer = std::make_unique<torch::optim::SGD>(chain->parameters(), torch::optim::SGDOptions(0.1));
     }
     chain->forward(at::ones({2, 8})).sum().backward();
-    EXPECT_THAT(error_of([&] { optimizer->step(); }), AllOf(HasSubstr("'0.weight' (unit '0')"), HasSubstr("ShardedModel's parameters()")));
+    EXPECT_THAT(
+        error_of([&] { optimizer->step(); }),
+        AllOf(HasSubstr("'0.weight' (unit '0')"), HasSubstr("ShardedModel's parameters()")));
   }
 }
 
@@ -44,7 +49,8 @@ TEST(Errors, TheGradientOnTheModelsParameterSaysWhereItIs) {
   auto chain = make_chain(2);
   auto model = fully_shard(chain, one_rank());
   chain->forward(at::ones({2, 8})).sum().backward();
-  const auto text = AllOf(HasSubstr("'0.weight'"), HasSubstr("parameters() of the ShardedModel"), HasSubstr("clip_grad_norm_()"));
+  const auto text =
+      AllOf(HasSubstr("'0.weight'"), HasSubstr("parameters() of the ShardedModel"), HasSubstr("clip_grad_norm_()"));
   EXPECT_THAT(error_of([&] { chain->parameters()[0].grad().sum().item<float>(); }), text);
   EXPECT_THAT(error_of([&] { torch::nn::utils::clip_grad_norm_(chain->parameters(), 1.0); }), text);
   EXPECT_EQ(error_of([&] { chain->zero_grad(); }), "");
@@ -130,7 +136,8 @@ TEST(Errors, DifferentTensorsOnTheSameMemoryCannotBeShardedApart) {
   auto& second = chain->at<torch::nn::LinearImpl>(1);
   second.weight.set_data(first.weight.detach());
   EXPECT_THAT(
-      error_of([&] { fully_shard(chain, one_rank()); }), AllOf(HasSubstr("'0.weight'"), HasSubstr("'1.weight'"), HasSubstr("same memory")));
+      error_of([&] { fully_shard(chain, one_rank()); }),
+      AllOf(HasSubstr("'0.weight'"), HasSubstr("'1.weight'"), HasSubstr("same memory")));
 }
 
 TEST(Errors, ShardingTwiceIsRefused) {
@@ -206,7 +213,10 @@ TEST(Errors, AnExceptionInAStepLeavesAModelThatWorks) {
             x = chain->at<torch::nn::LinearImpl>(i).forward(x);
             if (i == 1) {
               TORCH_CHECK(in_backward, "thrown in forward");
-              x.register_hook([](at::Tensor grad) -> at::Tensor { TORCH_CHECK(false, "thrown in backward"); return grad; });
+              x.register_hook([](at::Tensor grad) -> at::Tensor {
+                TORCH_CHECK(false, "thrown in backward");
+                return grad;
+              });
             }
           }
           x.sum().backward();
@@ -221,6 +231,40 @@ TEST(Errors, AnExceptionInAStepLeavesAModelThatWorks) {
     }
     EXPECT_EQ(model.residency().held_bytes, 0);
   }
+}
+
+TEST(Errors, UseOnASecondThreadDuringABackwardIsRefused) {
+  auto chain = make_chain(3);
+  auto plain = make_chain(3);
+  auto model = fully_shard(chain, one_rank());
+  const auto x = at::ones({2, 8});
+  auto second_loss = chain->forward(x).sum();
+  std::vector<std::string> refusals;
+  auto middle = chain->at<torch::nn::LinearImpl>(0).forward(x);
+  middle.register_hook([&](const at::Tensor& grad) { // the backward has used units 2 and 1 by now
+    std::thread([&] {
+      refusals.push_back(error_of([&] { second_loss.backward(); }));
+      refusals.push_back(error_of([&] { chain->forward(x); }));
+    }).join();
+    return grad;
+  });
+  chain->at<torch::nn::LinearImpl>(2).forward(chain->at<torch::nn::LinearImpl>(1).forward(middle)).sum().backward();
+  EXPECT_THAT(refusals, testing::Each(AllOf(HasSubstr("second thread"), HasSubstr("take turns"))));
+  EXPECT_EQ(refusals.size(), 2U);
+  plain->forward(x).sum().backward();
+  EXPECT_TRUE(at::equal(model.parameters()[0].grad(), plain->parameters()[0].grad().flatten()));
+}
+
+TEST(Errors, AnOperatorOverAllUnitsIsWarnedOfOnce) {
+  static std::vector<std::string> lines;
+  log::set_sink([](log::Level, int, std::string_view text) { lines.emplace_back(text); });
+  auto chain = make_chain(6);
+  auto model = fully_shard(chain, one_rank());
+  for (int i = 0; i < 2; ++i) {
+    at::_foreach_norm(chain->parameters());
+  }
+  log::set_sink(nullptr);
+  EXPECT_THAT(lines, testing::ElementsAre(AllOf(HasSubstr("aten::_foreach_norm"), HasSubstr("6 units at once"))));
 }
 
 TEST(Errors, ResetAfterAFailedForwardLeavesNothingUnsharded) {

@@ -24,7 +24,8 @@ at::Tensor BlockImpl::forward(at::Tensor x) {
   return x + down(at::gelu(up(norm2(x))));
 }
 
-GptImpl::GptImpl(std::int64_t vocabulary, std::int64_t context, std::int64_t width, std::int64_t heads, std::int64_t layers)
+GptImpl::GptImpl(
+    std::int64_t vocabulary, std::int64_t context, std::int64_t width, std::int64_t heads, std::int64_t layers)
     : tokens(register_module("tokens", nn::Embedding(vocabulary, width))),
       positions(register_module("positions", nn::Embedding(context, width))),
       blocks(register_module("blocks", nn::ModuleList())),
@@ -55,7 +56,8 @@ at::Tensor OddMlpImpl::forward(at::Tensor x) {
 namespace {
 
 torch::jit::Module script_part(
-    const std::string& name, const std::vector<std::pair<std::string, at::Tensor>>& parameters, const std::string& code) {
+    const std::string& name, const std::vector<std::pair<std::string, at::Tensor>>& parameters,
+    const std::string& code) {
   torch::jit::Module part(name);
   for (const auto& [key, tensor] : parameters) {
     part.register_parameter(key, tensor.set_requires_grad(true), /*is_buffer=*/false);
@@ -81,7 +83,11 @@ torch::jit::Module make_script_model() {
 def forward(self, x):
     return torch.relu(torch.linear(x, self.weight, self.bias))
 )"));
-  model.register_module("lstm", script_part("Lstm", {{"w_ih", small({36, 12})}, {"w_hh", small({36, 9})}, {"b_ih", small({36})}, {"b_hh", small({36})}}, R"(
+  model.register_module(
+      "lstm",
+      script_part(
+          "Lstm", {{"w_ih", small({36, 12})}, {"w_hh", small({36, 9})}, {"b_ih", small({36})}, {"b_hh", small({36})}},
+          R"(
 def forward(self, x):
     h = torch.zeros([1, x.size(1), 9], dtype=x.dtype)
     out, hn, cn = torch.lstm(x, [h, h], [self.w_ih, self.w_hh, self.b_ih, self.b_hh], True, 1, 0.0, True, False, False)

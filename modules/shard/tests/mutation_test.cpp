@@ -37,7 +37,9 @@ int ranks_equal_to_reference(Faults faults) {
         for (std::size_t j = 0; j < reference.parameters.size() && !layout[i].slices.empty(); ++j) {
           if (reference.parameters[j].first == leaves[i].first) {
             const auto whole = reference.grads[step][j].flatten();
-            same = same && at::equal(leaves[i].second.grad(), whole.narrow(0, layout[i].slices[0].begin, leaves[i].second.numel()));
+            same = same &&
+                   at::equal(
+                       leaves[i].second.grad(), whole.narrow(0, layout[i].slices[0].begin, leaves[i].second.numel()));
           }
         }
       }

@@ -48,7 +48,8 @@ TEST(Residency, BackwardEndsWithEverythingSharded) {
 TEST(Residency, OneFrameWithoutPrefetchIsEnough) {
   auto chain = make_chain(5);
   auto plain = make_chain(5);
-  auto model = fully_shard(chain, {.mesh = comm::Mesh(comm::single()), .wrap = wrap_by_size(1), .frames = 1, .prefetch = 0});
+  auto model =
+      fully_shard(chain, {.mesh = comm::Mesh(comm::single()), .wrap = wrap_by_size(1), .frames = 1, .prefetch = 0});
   const auto x = at::randn({2, 8});
   EXPECT_TRUE(at::equal(chain->forward(x), plain->forward(x)));
   EXPECT_EQ(model.residency().peak_held_bytes, unit_bytes(1));
@@ -57,7 +58,8 @@ TEST(Residency, OneFrameWithoutPrefetchIsEnough) {
 TEST(Residency, AnOperatorOverAllUnitsExceedsTheFramesAndGivesThemBack) {
   auto chain = make_chain(5);
   auto plain = make_chain(5);
-  auto model = fully_shard(chain, {.mesh = comm::Mesh(comm::single()), .wrap = wrap_by_size(1), .frames = 1, .prefetch = 0});
+  auto model =
+      fully_shard(chain, {.mesh = comm::Mesh(comm::single()), .wrap = wrap_by_size(1), .frames = 1, .prefetch = 0});
   const at::NoGradGuard no_grad;
   const auto norms = at::_foreach_norm(chain->parameters());
   const auto expected = at::_foreach_norm(plain->parameters());
@@ -96,7 +98,8 @@ TEST(Residency, AStepGathersEachUnitForForwardAndThoseThatLeftForBackward) {
 TEST(Residency, ShardGradOpGathersEachUnitOnceAStep) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto chain = make_chain(6);
-    auto model = fully_shard(chain, {.mesh = comm::Mesh(group), .strategy = Strategy::kShardGradOp, .wrap = wrap_by_size(1)});
+    auto model =
+        fully_shard(chain, {.mesh = comm::Mesh(group), .strategy = Strategy::kShardGradOp, .wrap = wrap_by_size(1)});
     torch::optim::SGD optimizer(model.parameters(), 0.1);
     for (int i = 0; i < 3; ++i) {
       model.reset_stats();
@@ -112,7 +115,8 @@ TEST(Residency, ShardGradOpGathersEachUnitOnceAStep) {
 TEST(Residency, NoShardGathersNothingAndReducesEachUnit) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto chain = make_chain(6);
-    auto model = fully_shard(chain, {.mesh = comm::Mesh(group), .strategy = Strategy::kNoShard, .wrap = wrap_by_size(1)});
+    auto model =
+        fully_shard(chain, {.mesh = comm::Mesh(group), .strategy = Strategy::kNoShard, .wrap = wrap_by_size(1)});
     torch::optim::SGD optimizer(model.parameters(), 0.1);
     step(chain, optimizer);
     model.reset_stats();
@@ -125,7 +129,8 @@ TEST(Residency, NoShardGathersNothingAndReducesEachUnit) {
 
 TEST(Prefetch, GathersTheNextUnitOfTheLastForwardAndOfTheReverseInBackward) {
   auto chain = make_chain(5);
-  auto model = fully_shard(chain, {.mesh = comm::Mesh(comm::single()), .wrap = wrap_by_size(1), .frames = 1, .prefetch = 1});
+  auto model =
+      fully_shard(chain, {.mesh = comm::Mesh(comm::single()), .wrap = wrap_by_size(1), .frames = 1, .prefetch = 1});
   torch::optim::SGD optimizer(model.parameters(), 0.1);
   step(chain, optimizer);
   model.engine().record_events(true);
@@ -146,7 +151,8 @@ TEST(Prefetch, GathersTheNextUnitOfTheLastForwardAndOfTheReverseInBackward) {
 TEST(Prefetch, AnotherOrderThanLastTimeCostsMemoryButNoWrongValue) {
   auto chain = make_chain(4);
   auto plain = make_chain(4);
-  auto model = fully_shard(chain, {.mesh = comm::Mesh(comm::single()), .wrap = wrap_by_size(1), .frames = 1, .prefetch = 1});
+  auto model =
+      fully_shard(chain, {.mesh = comm::Mesh(comm::single()), .wrap = wrap_by_size(1), .frames = 1, .prefetch = 1});
   const auto run = [](torch::nn::Sequential& layers, const std::vector<int>& order) {
     auto x = at::ones({2, 8});
     for (const int i : order) {
@@ -176,6 +182,32 @@ TEST(Residency, AnEvaluationBetweenBackwardAndStepIsNotUsedStaleAfterwards) {
   optimizer.step();
   plain_optimizer.step();
   EXPECT_TRUE(at::equal(chain->forward(x), plain->forward(x)));
+}
+
+TEST(Residency, GradientsThatZeroGradDropsAreFreedBeforeTheNextForward) {
+  for (const bool by_optimizer : {false, true}) {
+    auto chain = make_chain(3);
+    auto model = fully_shard(chain, {.mesh = comm::Mesh(comm::single()), .wrap = wrap_by_size(1)});
+    torch::optim::SGD optimizer(model.parameters(), 0.1);
+    const auto num_held = [&] {
+      int held = 0;
+      for (const auto& unit : model.engine().units()) {
+        held += unit->flats.front()->flat_grad.defined();
+      }
+      return held;
+    };
+    chain->forward(at::ones({2, 8})).sum().backward();
+    chain->forward(at::ones({2, 8}));
+    EXPECT_EQ(num_held(), 3); // the leaves still show them
+    if (by_optimizer) {
+      optimizer.zero_grad();
+    } else {
+      model.zero_grad();
+    }
+    model.reset();
+    chain->forward(at::ones({2, 8}));
+    EXPECT_EQ(num_held(), 0);
+  }
 }
 
 } // namespace

@@ -39,7 +39,8 @@ TEST(ShardedModel, LeavesAreTheSlicesOfTheOriginalParameters) {
         if (layout[i].slices.empty()) {
           EXPECT_EQ(leaf.numel(), 0);
         } else {
-          EXPECT_TRUE(at::equal(leaf.detach(), whole.at(name).narrow(0, layout[i].slices[0].begin, leaf.numel()))) << name;
+          EXPECT_TRUE(at::equal(leaf.detach(), whole.at(name).narrow(0, layout[i].slices[0].begin, leaf.numel())))
+              << name;
         }
       }
     });
@@ -123,7 +124,8 @@ TEST(ShardedModel, LeavesOutliveIt) {
 TEST(ShardedModel, MayGoWhileAPrefetchIsUnderWay) {
   ebb::test::spawn_ranks(3, [](const auto& group) {
     auto chain = make_chain(4);
-    auto model = std::make_unique<ShardedModel>(fully_shard(chain, {.mesh = comm::Mesh(group), .wrap = wrap_by_size(1)}));
+    auto model =
+        std::make_unique<ShardedModel>(fully_shard(chain, {.mesh = comm::Mesh(group), .wrap = wrap_by_size(1)}));
     const at::NoGradGuard no_grad;
     for (int i = 0; i < 3; ++i) {
       chain->forward(at::ones({2, 8}));
@@ -149,7 +151,9 @@ TEST(FullParameters, Rank0OnlyKeepsOtherRanksSharded) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto chain = make_chain(2);
     auto model = fully_shard(chain, {.mesh = comm::Mesh(group), .wrap = wrap_by_size(1)});
-    EXPECT_THAT(error_of([&] { model.full_parameters({.writeback = true, .rank0_only = true}); }), HasSubstr("excludes writeback"));
+    EXPECT_THAT(
+        error_of([&] { model.full_parameters({.writeback = true, .rank0_only = true}); }),
+        HasSubstr("excludes writeback"));
     auto scope = model.full_parameters({.writeback = false, .rank0_only = true});
     if (group->rank() == 0) {
       EXPECT_NE(chain->parameters()[0].template data_ptr<float>(), nullptr);
@@ -278,7 +282,8 @@ TEST(Gradients, AccumulateOverBackwardsUntilZeroed) {
     for (std::size_t i = 0; i < leaves.size(); ++i) {
       if (!layout[i].slices.empty()) {
         EXPECT_TRUE(at::allclose(
-            leaves[i].second.grad(), expected[leaves[i].first].narrow(0, layout[i].slices[0].begin, leaves[i].second.numel()), 1e-5, 1e-7))
+            leaves[i].second.grad(),
+            expected[leaves[i].first].narrow(0, layout[i].slices[0].begin, leaves[i].second.numel()), 1e-5, 1e-7))
             << leaves[i].first;
       }
     }
@@ -365,9 +370,11 @@ TEST(Optimizers, FusedOnesEqualTheStockOnes) {
       const auto adam_options = torch::optim::AdamWOptions(1e-2).weight_decay(0.1);
       const auto sgd_options = torch::optim::SGDOptions(1e-2).momentum(0.9).weight_decay(0.01);
       if (adam) {
-        optimizer = fused ? fused_adamw(model.parameters(), adam_options) : std::make_unique<torch::optim::AdamW>(model.parameters(), adam_options);
+        optimizer = fused ? fused_adamw(model.parameters(), adam_options)
+                          : std::make_unique<torch::optim::AdamW>(model.parameters(), adam_options);
       } else {
-        optimizer = fused ? fused_sgd(model.parameters(), sgd_options) : std::make_unique<torch::optim::SGD>(model.parameters(), sgd_options);
+        optimizer = fused ? fused_sgd(model.parameters(), sgd_options)
+                          : std::make_unique<torch::optim::SGD>(model.parameters(), sgd_options);
       }
       for (int step = 0; step < 5; ++step) {
         subject.loss(step, 0).backward();
@@ -384,7 +391,10 @@ TEST(Explain, NamesUnitsFramesAndWarnsOfOneUnitThatHoldsNearlyEverything) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto chain = make_chain(3);
     auto model = fully_shard(chain, {.mesh = comm::Mesh(group), .wrap = wrap_root()});
-    EXPECT_THAT(model.explain(), ::testing::AllOf(HasSubstr("full_shard over 2 rank(s): 216 parameters in 1 unit(s)"), HasSubstr("warning: unit '(root)' holds 100%")));
+    EXPECT_THAT(
+        model.explain(), ::testing::AllOf(
+                             HasSubstr("full_shard over 2 rank(s): 216 parameters in 1 unit(s)"),
+                             HasSubstr("warning: unit '(root)' holds 100%")));
     auto split = make_chain(3);
     auto sharded = fully_shard(split, {.mesh = comm::Mesh(group), .wrap = wrap_by_class({"Linear"})});
     EXPECT_THAT(sharded.explain(), ::testing::AllOf(HasSubstr("in 3 unit(s)"), ::testing::Not(HasSubstr("warning"))));

@@ -19,7 +19,8 @@ inline WrapPolicy wrap_everything() {
 }
 
 inline ShardedModel shard_subject(Subject& subject, ShardOptions options) {
-  return subject.module ? fully_shard(*subject.module, std::move(options)) : fully_shard(*subject.script, std::move(options));
+  return subject.module ? fully_shard(*subject.module, std::move(options))
+                        : fully_shard(*subject.script, std::move(options));
 }
 
 /// The text of the exception that `action` throws, without the backtrace; "" when it throws none.

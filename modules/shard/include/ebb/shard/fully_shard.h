@@ -150,7 +150,9 @@ ShardedModel fully_shard(torch::jit::Module& model, ShardOptions options);
 
 /// For module holders (TORCH_MODULE): fully_shard(gpt, ...).
 template <class Holder>
-  requires requires(Holder& holder) { holder.ptr(); }
+  requires requires(Holder& holder) {
+    holder.ptr();
+  }
 ShardedModel fully_shard(Holder& holder, ShardOptions options) {
   return fully_shard(static_cast<torch::nn::Module&>(*holder.ptr()), std::move(options));
 }

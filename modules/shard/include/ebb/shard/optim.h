@@ -19,12 +19,14 @@ namespace ebb::shard {
 ///
 /// @param parameters  ShardedModel::parameters(), or a part of them; dense gradients.
 /// Exactness: equal to torch::optim::AdamW up to rounding (the kernel orders its multiplications differently).
-std::unique_ptr<torch::optim::Optimizer> fused_adamw(std::vector<at::Tensor> parameters, const torch::optim::AdamWOptions& options);
+std::unique_ptr<torch::optim::Optimizer> fused_adamw(
+    std::vector<at::Tensor> parameters, const torch::optim::AdamWOptions& options);
 std::unique_ptr<torch::optim::Optimizer> fused_adamw(
     std::vector<torch::optim::OptimizerParamGroup> groups, const torch::optim::AdamWOptions& defaults);
 
 /// torch::optim::SGD (momentum, dampening, Nesterov, weight decay) by LibTorch's fused kernel; as fused_adamw().
-std::unique_ptr<torch::optim::Optimizer> fused_sgd(std::vector<at::Tensor> parameters, const torch::optim::SGDOptions& options);
+std::unique_ptr<torch::optim::Optimizer> fused_sgd(
+    std::vector<at::Tensor> parameters, const torch::optim::SGDOptions& options);
 std::unique_ptr<torch::optim::Optimizer> fused_sgd(
     std::vector<torch::optim::OptimizerParamGroup> groups, const torch::optim::SGDOptions& defaults);
 

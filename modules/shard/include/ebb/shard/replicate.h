@@ -53,7 +53,9 @@ ReplicatedModel replicate(torch::nn::Module& model, ReplicateOptions options);
 ReplicatedModel replicate(torch::jit::Module& model, ReplicateOptions options);
 
 template <class Holder>
-  requires requires(Holder& holder) { holder.ptr(); }
+  requires requires(Holder& holder) {
+    holder.ptr();
+  }
 ReplicatedModel replicate(Holder& holder, ReplicateOptions options) {
   return replicate(static_cast<torch::nn::Module&>(*holder.ptr()), std::move(options));
 }

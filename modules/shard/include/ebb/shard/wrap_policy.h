@@ -37,7 +37,9 @@ WrapPolicy wrap_by_class(std::vector<std::string> class_names);
 /// Modules of these C++ types: wrap_by_type<BlockImpl>(). Needs the complete types.
 template <class... Modules>
 WrapPolicy wrap_by_type() {
-  return [](const ModuleInfo& info) { return info.module && (... || (dynamic_cast<const Modules*>(info.module) != nullptr)); };
+  return [](const ModuleInfo& info) {
+    return info.module && (... || (dynamic_cast<const Modules*>(info.module) != nullptr));
+  };
 }
 
 /// Modules whose name is in the list.

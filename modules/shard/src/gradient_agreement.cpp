@@ -1,0 +1,144 @@
+#include "engine.h"
+#include "gradients.h"
+
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/torch.h>
+
+#include <sstream>
+
+namespace ebb::shard {
+
+void GradientReducer::finish() {
+  const auto* only_some = torch::autograd::get_current_graph_task_exec_info();
+  if (only_some && !only_some->empty() && ready_order_.empty() && next_ == 0 && !again_) {
+    // autograd::grad(), or backward(inputs) that ends elsewhere: no parameter accumulates on any rank.
+    bool any = false;
+    for (const auto& unit : engine_.units()) {
+      any = any || unit->num_ready > 0;
+    }
+    if (!any) {
+      return;
+    }
+  }
+  for (bool more = true; more;) {
+    for (; next_ < order_.size(); ++next_) {
+      reduce(*engine_.units()[order_[next_]]);
+    }
+    collect_all();
+    const auto votes = vote(again_);
+    show_gradients(votes);
+    more = votes[num_members_].item<float>() > 0;
+    const bool reorder = votes[num_members_ + 1].item<float>() > 0;
+    if (reorder) {
+      agree_on_order();
+    }
+    if (more) { // late parts of gradients: one more round over all units
+      next_ = 0;
+      again_ = false;
+      for (const auto& unit : engine_.units()) {
+        unit->reduced = false;
+      }
+    }
+  }
+  clear_round();
+}
+
+// Which members got a gradient on any rank; then, whether any rank needs another round, and whether rank 0 saw the units
+// ready in another order than the agreed one.
+at::Tensor GradientReducer::vote(bool again) {
+  auto votes = at::zeros({static_cast<std::int64_t>(num_members_) + 2}, at::kFloat);
+  auto* vote = votes.data_ptr<float>();
+  std::size_t i = 0;
+  for (const auto& unit : engine_.units()) {
+    for (const auto& flat : unit->flats) {
+      if (flat->requires_grad) {
+        for (const auto& member : flat->members) {
+          vote[i++] = member.used;
+        }
+      }
+    }
+  }
+  vote[num_members_] = again;
+  const bool whole = ready_order_.size() == order_.size();
+  vote[num_members_ + 1] = engine_.group().rank() == 0 && whole && ready_order_ != order_;
+  if (engine_.group().size() > 1) {
+    const auto device = engine_.units().front()->flats.front()->device;
+    auto on_device = votes.to(device);
+    engine_.group().all_reduce(on_device, comm::ReduceOp::kMax, 1, "(which gradients exist)")->wait();
+    votes = on_device.cpu();
+  }
+  return votes;
+}
+
+void GradientReducer::show_gradients(const at::Tensor& votes) {
+  const auto* vote = votes.data_ptr<float>();
+  std::size_t i = 0;
+  for (const auto& unit : engine_.units()) {
+    for (const auto& flat : unit->flats) {
+      if (!flat->requires_grad) {
+        continue;
+      }
+      for (auto& member : flat->members) {
+        const bool used_somewhere = vote[i++] > 0;
+        if (used_somewhere && !member.leaf.grad().defined()) {
+          // On the same memory but not an autograd view: Optimizer::zero_grad() detaches grads in place.
+          member.leaf.mutable_grad() = tensor_on(
+              flat->flat_grad.storage(), /*paged=*/false, flat->dtype, member.leaf.storage_offset(),
+              {member.leaf.numel()});
+        }
+      }
+    }
+  }
+}
+
+void GradientReducer::agree_on_order() {
+  std::ostringstream mine;
+  for (const int index : ready_order_) {
+    mine << index << ' ';
+  }
+  std::istringstream rank0(engine_.group().size() > 1 ? engine_.group().exchange(mine.str()).front() : mine.str());
+  order_.clear();
+  for (int index = 0; rank0 >> index;) {
+    order_.push_back(index);
+  }
+}
+
+void GradientReducer::clear_round() {
+  for (const auto& unit : engine_.units()) {
+    unit->num_ready = 0;
+    unit->pending_bytes = 0;
+    unit->reduced = false;
+    for (auto& flat : unit->flats) {
+      for (auto& member : flat->members) {
+        member.pending = at::Tensor();
+        member.filled = false;
+        member.used = false;
+      }
+    }
+  }
+  ready_order_.clear();
+  next_ = 0;
+  again_ = false;
+}
+
+void GradientReducer::abandon() {
+  // Peers or the transport may still be using these buffers: they go with their works.
+  in_flight_.clear();
+  releasing_.clear();
+  for (auto& buffer : unit_buffers_) {
+    buffer = at::Tensor();
+  }
+  num_buffers_ = static_cast<std::int64_t>(free_buffers_.size());
+  for (const auto& unit : engine_.units()) {
+    for (auto& flat : unit->flats) {
+      if (flat->requires_grad) {
+        for (auto& member : flat->members) {
+          member.parameter.mutable_grad() = at::Tensor();
+        }
+      }
+    }
+  }
+  clear_round();
+}
+
+} // namespace ebb::shard

@@ -1,0 +1,211 @@
+#include "resident_set.h"
+
+#include "ebb/base/log.h"
+#include "engine.h"
+
+#include <torch/torch.h>
+
+#include <algorithm>
+
+namespace ebb::shard {
+namespace {
+
+// Gathers whose input may still be read by peers; more than this are waited for in turn.
+constexpr std::size_t kMaxUnreleased = 8;
+constexpr std::size_t kMostNames = 6;
+
+FramePool make_frames(const Engine& engine) {
+  std::int64_t largest = 0;
+  for (const auto& unit : engine.units()) {
+    largest = std::max(largest, unit->bytes);
+  }
+  const auto device = engine.units().empty() ? c10::Device(c10::kCPU) : engine.units().front()->flats.front()->device;
+  return {engine.options().frames + engine.options().prefetch, largest, device};
+}
+
+} // namespace
+
+std::string no_data_message(const FlatParameter& flat) {
+  std::string names;
+  for (std::size_t i = 0; i < flat.members.size(); ++i) {
+    if (i == kMostNames) {
+      names += c10::str(" and ", flat.members.size() - i, " more");
+      break;
+    }
+    names += (i ? ", '" : "'") + flat.members[i].name + "'";
+  }
+  return "[fully_shard] raw access to a sharded parameter of unit '" + flat.unit->name + "' (" + names +
+         "): its data is on the ranks' shards and no operator is using it. Read it through a LibTorch operator "
+         "(item(), clone(), ...), or open a scope with ShardedModel::full_parameters() first";
+}
+
+ResidentSet::ResidentSet(Engine& engine) : engine_(engine), frames_(make_frames(engine)) {}
+
+void ResidentSet::gather(Unit& unit) {
+  start_gather(unit, *frame_for(unit, /*may_exceed=*/true), /*prefetch=*/false);
+}
+
+bool ResidentSet::prefetch(Unit& unit) {
+  auto frame = frame_for(unit, /*may_exceed=*/false);
+  if (frame) {
+    start_gather(unit, std::move(*frame), /*prefetch=*/true);
+    ++engine_.stats_.prefetched;
+  }
+  return frame.has_value();
+}
+
+void ResidentSet::gather_kept(Unit& unit) {
+  unit.kept = true;
+  start_gather(unit, frames_.take_extra(unit.bytes), /*prefetch=*/false);
+}
+
+void ResidentSet::hold_in_place(Unit& unit) {
+  unit.residence = Residence::kResident;
+  unit.kept = true;
+  add_held(unit, /*extra=*/false, 1);
+}
+
+std::optional<Frame> ResidentSet::frame_for(Unit& unit, bool may_exceed) {
+  if (engine_.keeps(unit)) {
+    unit.kept = true;
+    return frames_.take_kept(unit.bytes);
+  }
+  if (auto frame = frames_.take_if_free()) {
+    return frame;
+  }
+  if (Unit* evicted = victim(unit, may_exceed ? -1 : engine_.order_.next_use(unit.index))) {
+    ++engine_.stats_.evictions;
+    reshard(*evicted);
+    return frames_.take_if_free();
+  }
+  if (may_exceed) {
+    return frames_.take_extra(unit.bytes);
+  }
+  return std::nullopt;
+}
+
+// The unit whose next use is farthest, then the one used longest ago (Belady's rule as far as the order is known).
+Unit* ResidentSet::victim(const Unit& for_unit, std::int64_t needed_sooner_than) const {
+  Unit* best = nullptr;
+  std::int64_t best_next = -1;
+  for (const auto& candidate : engine_.units()) {
+    if (!candidate->frame || candidate->frame->extra || candidate->kept || candidate->pins > 0 ||
+        candidate.get() == engine_.current_ || candidate.get() == &for_unit) {
+      continue;
+    }
+    const auto next = engine_.order_.next_use(candidate->index);
+    if (next <= needed_sooner_than) {
+      continue;
+    }
+    if (!best || next > best_next || (next == best_next && candidate->last_use < best->last_use)) {
+      best = candidate.get();
+      best_next = next;
+    }
+  }
+  return best;
+}
+
+void ResidentSet::start_gather(Unit& unit, Frame frame, bool prefetch) {
+  engine_.check_same_order("unshard", unit);
+  engine_.event(prefetch ? "prefetch" : "unshard", unit);
+  log::debug("{} unit '{}' {} bytes", prefetch ? "prefetch" : "unshard", unit.name, unit.bytes);
+  ++engine_.stats_.unshards;
+  add_held(unit, frame.extra, 1);
+  unit.frame = std::move(frame);
+  unit.prefetched = prefetch;
+  unit.residence = Residence::kGathering;
+  const auto& memory = unit.frame->memory;
+  for (auto& flat : unit.flats) {
+    flat->storage->fill(memory, flat->frame_offset);
+    // Given as a tensor of its own: a gather that is abandoned keeps the memory until the transport is done with it.
+    auto output = memory.narrow(0, flat->frame_offset, flat->padded_bytes()).view(flat->dtype);
+    unit.gathers.push_back(engine_.group().all_gather(output, flat->shard, unit.name));
+  }
+  check_invariant();
+}
+
+void ResidentSet::finish_gather(Unit& unit) {
+  for (auto& gather : unit.gathers) {
+    gather->wait();
+    unreleased_.push_back(std::move(gather));
+  }
+  unit.gathers.clear();
+  unit.residence = Residence::kResident;
+  while (unreleased_.size() > kMaxUnreleased) {
+    unreleased_.front()->release();
+    unreleased_.erase(unreleased_.begin());
+  }
+}
+
+void ResidentSet::release_gathers() {
+  for (auto& gather : unreleased_) {
+    gather->release();
+  }
+  unreleased_.clear();
+}
+
+void ResidentSet::reshard(Unit& unit) {
+  TORCH_INTERNAL_ASSERT(unit.pins == 0, "unit '", unit.name, "' is resharded while an operator uses it");
+  if (unit.residence == Residence::kGathering) {
+    finish_gather(unit);
+  }
+  if (!unit.frame) {
+    return;
+  }
+  if (unit.prefetched) {
+    ++engine_.stats_.mispredicted;
+    unit.prefetched = false;
+  }
+  engine_.event("reshard", unit);
+  log::debug("reshard unit '{}' {} bytes", unit.name, unit.bytes);
+  for (auto& flat : unit.flats) {
+    flat->storage->empty(no_data_message(*flat));
+  }
+  add_held(unit, unit.frame->extra, -1);
+  unit.kept = false;
+  unit.residence = Residence::kSharded;
+  frames_.give_back(std::move(*unit.frame));
+  unit.frame.reset();
+}
+
+void ResidentSet::abandon() {
+  unreleased_.clear();
+  for (const auto& unit : engine_.units()) {
+    if (!unit->frame) {
+      continue;
+    }
+    unit->pins = 0;
+    if (unit->residence == Residence::kGathering) {
+      // The transport may still be writing into the frame: it goes with the works and does not come back to the pool.
+      unit->gathers.clear();
+      unit->residence = Residence::kResident;
+      frames_.lose(*unit->frame);
+    }
+    reshard(*unit);
+  }
+}
+
+void ResidentSet::add_held(const Unit& unit, bool extra, std::int64_t sign) {
+  held_bytes_ += sign * unit.bytes;
+  peak_held_bytes_ = std::max(peak_held_bytes_, held_bytes_);
+  if (unit.kept) {
+    kept_bytes_ += sign * unit.bytes;
+  } else if (extra) {
+    extra_bytes_ += sign * unit.bytes;
+  }
+}
+
+Residency ResidentSet::residency() const {
+  return {held_bytes_, peak_held_bytes_, num_frames() * frame_bytes(), extra_bytes_, kept_bytes_};
+}
+
+void ResidentSet::check_invariant() const {
+#ifdef EBB_CHECK_INVARIANTS
+  const auto allowed = num_frames() * frame_bytes() + extra_bytes_ + kept_bytes_;
+  TORCH_INTERNAL_ASSERT(
+      held_bytes_ <= allowed, "unsharded parameters hold ", held_bytes_, " bytes, more than the ", allowed,
+      " of frames, pinned and kept units");
+#endif
+}
+
+} // namespace ebb::shard

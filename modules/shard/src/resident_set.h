@@ -1,0 +1,71 @@
+#pragma once
+
+#include "ebb/comm/work.h"
+#include "ebb/shard/fully_shard.h"
+#include "frame_pool.h"
+#include "unit.h"
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace ebb::shard {
+
+class Engine;
+
+/// The units that hold unsharded parameters: gathers them into frames, evicts, reshards, and keeps the accounts. Guarded
+/// by its engine's lock.
+class ResidentSet {
+ public:
+  explicit ResidentSet(Engine& engine);
+
+  /// Begins to gather a sharded unit that is needed now; evicts another where no frame is free, or goes beyond their
+  /// number where all are pinned.
+  void gather(Unit& unit);
+  /// As gather(), ahead of its use: false, and nothing happens, when no frame can be had for it.
+  bool prefetch(Unit& unit);
+  /// Gathers a unit in memory of its own, beyond the frames, until it is resharded.
+  void gather_kept(Unit& unit);
+  /// Counts a unit that is never sharded (kNoShard).
+  void hold_in_place(Unit& unit);
+
+  /// Waits until a unit under way is readable.
+  void finish_gather(Unit& unit);
+  /// Waits until peers have read what they gather from this rank's shards, which may then be written.
+  void release_gathers();
+  /// Gives the unit's memory back. It must not be pinned.
+  void reshard(Unit& unit);
+  /// After a failed step: forgets gathers and pins, and reshards.
+  void abandon();
+
+  Residency residency() const;
+  void reset_peak() {
+    peak_held_bytes_ = held_bytes_;
+  }
+  int num_frames() const {
+    return frames_.capacity();
+  }
+  std::int64_t frame_bytes() const {
+    return frames_.frame_bytes();
+  }
+
+ private:
+  std::optional<Frame> frame_for(Unit& unit, bool may_exceed);
+  Unit* victim(const Unit& for_unit, std::int64_t needed_sooner_than) const;
+  void start_gather(Unit& unit, Frame frame, bool prefetch);
+  void add_held(const Unit& unit, bool extra, std::int64_t sign);
+  void check_invariant() const;
+
+  Engine& engine_;
+  FramePool frames_;
+  std::vector<std::unique_ptr<comm::Work>> unreleased_; ///< Gathers whose input peers may still be reading.
+  std::int64_t held_bytes_ = 0;
+  std::int64_t peak_held_bytes_ = 0;
+  std::int64_t extra_bytes_ = 0;
+  std::int64_t kept_bytes_ = 0;
+};
+
+/// What reading `flat`'s memory says while it has none.
+std::string no_data_message(const FlatParameter& flat);
+
+} // namespace ebb::shard

@@ -48,7 +48,8 @@ std::string kind_of(const toml::node& node) {
   return out.str();
 }
 
-[[noreturn]] void wrong_type(const Place& place, const std::string& name, const toml::node& node, const char* expected) {
+[[noreturn]] void wrong_type(
+    const Place& place, const std::string& name, const toml::node& node, const char* expected) {
   TORCH_CHECK_VALUE(false, place.at(node), ": ", name, ": expected ", expected, ", got a TOML ", kind_of(node));
 }
 
@@ -89,7 +90,8 @@ T value_of(const Place& place, const std::string& name, const toml::node& node, 
     T result{};
     if constexpr (IsArray<T>::value) {
       TORCH_CHECK_VALUE(
-          list->size() == result.size(), place.at(node), ": ", name, ": expected a list of ", result.size(), " numbers, got ", list->size());
+          list->size() == result.size(), place.at(node), ": ", name, ": expected a list of ", result.size(),
+          " numbers, got ", list->size());
     } else {
       result.resize(list->size());
     }
@@ -105,15 +107,17 @@ using Setters = std::map<std::string, std::function<void(const Place&, const tom
 Setters setters_for(TrainCommandOptions& options) {
   Setters setters;
   TrainCommandOptions::for_each_part(options, [&](const char*, auto& part) {
-    std::decay_t<decltype(part)>::fields([&](std::string_view name, auto member, std::string_view, const Bounds& bounds) {
-      setters.emplace(name, [&part, name = std::string(name), member, bounds](const Place& place, const toml::node& node) {
-        using Member = std::decay_t<decltype(part.*member)>;
-        auto value = value_of<Member>(place, name, node, bounds);
-        const auto text = violation(value, bounds);
-        TORCH_CHECK_VALUE(text.empty(), place.at(node), ": ", name, ": ", text);
-        part.*member = std::move(value);
-      });
-    });
+    std::decay_t<decltype(part)>::fields(
+        [&](std::string_view name, auto member, std::string_view, const Bounds& bounds) {
+          setters.emplace(
+              name, [&part, name = std::string(name), member, bounds](const Place& place, const toml::node& node) {
+                using Member = std::decay_t<decltype(part.*member)>;
+                auto value = value_of<Member>(place, name, node, bounds);
+                const auto text = violation(value, bounds);
+                TORCH_CHECK_VALUE(text.empty(), place.at(node), ": ", name, ": ", text);
+                part.*member = std::move(value);
+              });
+        });
   });
   return setters;
 }
@@ -122,11 +126,13 @@ std::string read_whole(const std::string& path) {
   std::ifstream in(path, std::ios::binary);
   std::error_code error;
   TORCH_CHECK_VALUE(
-      in && std::filesystem::is_regular_file(path, error), "[--config] cannot read '", path, "'; check the path and its permissions");
+      in && std::filesystem::is_regular_file(path, error), "[--config] cannot read '", path,
+      "'; check the path and its permissions");
   std::string text(kLargestFile + 1, '\0');
   in.read(text.data(), static_cast<std::streamsize>(text.size()));
   text.resize(static_cast<std::size_t>(in.gcount()));
-  TORCH_CHECK_VALUE(text.size() <= kLargestFile, "[--config] '", path, "' is larger than 1 MB; is it a configuration file?");
+  TORCH_CHECK_VALUE(
+      text.size() <= kLargestFile, "[--config] '", path, "' is larger than 1 MB; is it a configuration file?");
   return text;
 }
 
@@ -167,7 +173,8 @@ void read_config_file(const std::string& path, TrainCommandOptions& options) {
     const auto setter = setters.find(name);
     if (setter == setters.end()) {
       TORCH_CHECK_VALUE(
-          name != "trust_code", place.at(node), ": trust_code cannot stand in a file, which may come from elsewhere; give --trust-code");
+          name != "trust_code", place.at(node),
+          ": trust_code cannot stand in a file, which may come from elsewhere; give --trust-code");
       const auto nearest = std::min_element(setters.begin(), setters.end(), [&](const auto& a, const auto& b) {
         return edit_distance(name, a.first) < edit_distance(name, b.first);
       });

@@ -182,7 +182,8 @@ Check check_cores(const Machine& machine) {
     check.remedy = "OMP_NUM_THREADS must be a number of threads, at least 1";
   } else if (*count > std::ceil(cores)) {
     check.verdict = Verdict::kWarn;
-    check.remedy = fmt::format("more threads than cores: export OMP_NUM_THREADS={:g} or less", std::max(1.0, std::floor(cores)));
+    check.remedy =
+        fmt::format("more threads than cores: export OMP_NUM_THREADS={:g} or less", std::max(1.0, std::floor(cores)));
   }
   return check;
 }
@@ -221,7 +222,8 @@ Check check_disk(const Machine& machine) {
   }
   const double free = static_cast<double>(info.f_bavail) * static_cast<double>(info.f_frsize);
   std::error_code ignored;
-  check.value = fmt::format("{:.1f} GB free at {}", free / kGigabyte, fs::weakly_canonical(machine.directory, ignored).string());
+  check.value =
+      fmt::format("{:.1f} GB free at {}", free / kGigabyte, fs::weakly_canonical(machine.directory, ignored).string());
   if (free < 0.2 * kGigabyte) {
     check.verdict = Verdict::kFail;
     check.remedy = "free some space, or give --run-dir on another disk";

@@ -4,8 +4,8 @@
 #include "ebb/comm/cuda_status.h"
 #include "ebb/comm/init.h"
 
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/torch.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <fmt/core.h>
 
@@ -120,11 +120,14 @@ Check check_gloo(const std::string& address) {
   try {
     const auto capabilities = try_gloo(address);
     check.value = fmt::format(
-        "two ranks added up over sockets; all-gather: {}; reduce-scatter: {}", capabilities.all_gather, capabilities.reduce_scatter);
+        "two ranks added up over sockets; all-gather: {}; reduce-scatter: {}", capabilities.all_gather,
+        capabilities.reduce_scatter);
   } catch (const std::exception& error) {
     check.verdict = Verdict::kFail;
     check.value = message_of(error);
-    check.remedy = "ranks on this host cannot talk: look at the lines 'loopback' and 'interface', and at firewall rules for 127.0.0.1";
+    check.remedy =
+        "ranks on this host cannot talk: look at the lines 'loopback' and 'interface', and at firewall rules for "
+        "127.0.0.1";
   }
   return check;
 }
@@ -178,7 +181,8 @@ Check check_same_host_reads() {
   } else {
     check.verdict = Verdict::kWarn;
     check.value = fmt::format("process_vm_readv: {}; ranks of this host use sockets", error_text(reason));
-    check.remedy = "slower, not wrong. Allow it by sysctl kernel.yama.ptrace_scope=0 or, in a container, --cap-add SYS_PTRACE";
+    check.remedy =
+        "slower, not wrong. Allow it by sysctl kernel.yama.ptrace_scope=0 or, in a container, --cap-add SYS_PTRACE";
   }
   return check;
 }
@@ -218,7 +222,8 @@ Check check_interface(const Machine& machine) {
   Check check{.what = "interface"};
   const auto wanted = machine.get("GLOO_SOCKET_IFNAME");
   if (!wanted || wanted->empty()) {
-    check.value = "GLOO_SOCKET_IFNAME unset: loopback for local ranks, otherwise the interface that leads to MASTER_ADDR";
+    check.value =
+        "GLOO_SOCKET_IFNAME unset: loopback for local ranks, otherwise the interface that leads to MASTER_ADDR";
     return check;
   }
   std::map<std::string, std::string> addresses; // of the interfaces that are up

@@ -21,7 +21,8 @@ std::string one_line(std::string text) {
 
 /// What is wrong with the first word that is no flag; empty when it is a subcommand or there is none.
 std::string unknown_subcommand(const std::vector<std::string>& arguments) {
-  const auto word = std::find_if(arguments.begin() + 1, arguments.end(), [](const auto& text) { return !text.starts_with("-"); });
+  const auto word =
+      std::find_if(arguments.begin() + 1, arguments.end(), [](const auto& text) { return !text.starts_with("-"); });
   std::string known;
   for (const auto& subcommand : app::subcommands()) {
     if (word == arguments.end() || *word == subcommand.name) {
@@ -37,7 +38,8 @@ int run(const std::vector<std::string>& arguments, std::vector<const char*> argv
   app.set_version_flag("--version", "ebb " EBB_VERSION);
   app.require_subcommand(1);
   app.fallthrough();
-  app.footer("Exit codes: 0 done, 1 failed or stopped unsaved, 2 wrong use, 3 bad data, 4 lost peer, 5 preempted and saved.");
+  app.footer(
+      "Exit codes: 0 done, 1 failed or stopped unsaved, 2 wrong use, 3 bad data, 4 lost peer, 5 preempted and saved.");
   bool verbose = false;
   app.add_flag("--verbose", verbose, "With an error, show where in the code it arose.");
 

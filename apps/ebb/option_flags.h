@@ -33,23 +33,29 @@ class OptionFlags {
       const auto text = describe(help, bounds, option_text(options.*member));
       if constexpr (std::is_same_v<Member, bool>) {
         auto given = std::make_shared<bool>();
-        keep(command.add_flag(flag, *given, text), title, flag, bounds, given, [&options, member](const bool& value) { options.*member = value; });
+        keep(command.add_flag(flag, *given, text), title, flag, bounds, given, [&options, member](const bool& value) {
+          options.*member = value;
+        });
       } else if constexpr (IsOptional<Member>::value) {
         auto given = std::make_shared<typename Member::value_type>();
-        keep(command.add_option(flag, *given, text), title, flag, bounds, given,
-             [&options, member](const typename Member::value_type& value) { options.*member = value; });
+        keep(
+            command.add_option(flag, *given, text), title, flag, bounds, given,
+            [&options, member](const typename Member::value_type& value) { options.*member = value; });
       } else if constexpr (IsArray<Member>::value) {
         auto given = std::make_shared<std::vector<typename Member::value_type>>();
         constexpr int kCount = std::tuple_size_v<Member>;
         Member sized{};
-        keep(command.add_option(flag, *given, text)->expected(kCount), title, flag, bounds, given,
-             [&options, member, sized](const std::vector<typename Member::value_type>& value) mutable {
-               std::copy_n(value.begin(), kCount, sized.begin());
-               options.*member = sized;
-             });
+        keep(
+            command.add_option(flag, *given, text)->expected(kCount), title, flag, bounds, given,
+            [&options, member, sized](const std::vector<typename Member::value_type>& value) mutable {
+              std::copy_n(value.begin(), kCount, sized.begin());
+              options.*member = sized;
+            });
       } else {
         auto given = std::make_shared<Member>();
-        keep(command.add_option(flag, *given, text), title, flag, bounds, given, [&options, member](const Member& value) { options.*member = value; });
+        keep(
+            command.add_option(flag, *given, text), title, flag, bounds, given,
+            [&options, member](const Member& value) { options.*member = value; });
       }
     });
   }
@@ -68,13 +74,16 @@ class OptionFlags {
     const auto range = bounds.text();
     if (!range.empty() || !value.empty()) {
       std::string shown = value == "\n" ? "a newline" : value;
-      text += " [" + range + (range.empty() || value.empty() ? "" : "; ") + (value.empty() ? "" : "default " + shown) + "]";
+      text +=
+          " [" + range + (range.empty() || value.empty() ? "" : "; ") + (value.empty() ? "" : "default " + shown) + "]";
     }
     return text;
   }
 
   template <class T, class Assign>
-  void keep(CLI::Option* option, const std::string& title, const std::string& flag, const Bounds& bounds, std::shared_ptr<T> given, Assign assign) {
+  void keep(
+      CLI::Option* option, const std::string& title, const std::string& flag, const Bounds& bounds,
+      std::shared_ptr<T> given, Assign assign) {
     option->group(title);
     if (option->get_items_expected_max() == 1) {
       option->take_last(); // so that a script's flags can be followed by others

@@ -66,13 +66,15 @@ std::string as_text(const RunSummary& summary) {
     text += "\nThe model writes:\n\n" + *summary.sample + "\n";
   }
   text += fmt::format(
-      "\n{}: {} of {} steps, {} tokens in {:.1f} s ({:.0f} tokens/s, {:.3f} TFLOPS a rank in steps)\n", summary.outcome, summary.steps,
-      summary.planned_steps, summary.tokens, summary.seconds, summary.tokens_per_second(), summary.tflops_per_rank);
+      "\n{}: {} of {} steps, {} tokens in {:.1f} s ({:.0f} tokens/s, {:.3f} TFLOPS a rank in steps)\n", summary.outcome,
+      summary.steps, summary.planned_steps, summary.tokens, summary.seconds, summary.tokens_per_second(),
+      summary.tflops_per_rank);
   if (summary.train_loss) {
     text += fmt::format("  training loss    {:.3f} nats a byte (mean of the last steps)\n", *summary.train_loss);
   }
   if (summary.eval_loss) {
-    text += fmt::format("  validation loss  {:.3f} nats a byte (after step {})\n", *summary.eval_loss, summary.eval_step);
+    text +=
+        fmt::format("  validation loss  {:.3f} nats a byte (after step {})\n", *summary.eval_loss, summary.eval_step);
   }
   if (summary.sample_words) {
     text += fmt::format(

@@ -8,8 +8,8 @@ class TrainJob;
 
 namespace ebb::app {
 
-/// While alive, the first SIGTERM, SIGINT or SIGHUP asks `job` to stop after its step; a second one ends the process, as it
-/// would without this.
+/// While alive, the first SIGTERM, SIGINT or SIGHUP asks `job` to stop after its step; a second one ends the process,
+/// as it would without this.
 class StopSignals {
  public:
   explicit StopSignals(train::TrainJob& job);

@@ -12,8 +12,9 @@ namespace ebb::app {
 struct Subcommand {
   const char* name;
   const char* help;
-  /// Declares the flags on `command` and returns what runs once they are parsed. Its result is the exit code; what it throws
-  /// becomes a line on stderr and the code of ebb/base/error.h. `arguments` is the whole command line, program first.
+  /// Declares the flags on `command` and returns what runs once they are parsed. Its result is the exit code; what it
+  /// throws becomes a line on stderr and the code of ebb/base/error.h. `arguments` is the whole command line, program
+  /// first.
   std::function<int()> (*declare)(CLI::App& command, const std::vector<std::string>& arguments);
 };
 

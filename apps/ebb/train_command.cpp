@@ -30,8 +30,8 @@ struct TrainCommand {
   void resolve_all();
 };
 
-/// Fills in what follows from other options, and finds the mistakes that can be found before ranks are started: then they
-/// are told once, not by every rank.
+/// Fills in what follows from other options, and finds the mistakes that can be found before ranks are started: then
+/// they are told once, not by every rank.
 void TrainCommand::resolve_all() {
   if (!config_file.empty()) {
     read_config_file(config_file, options);
@@ -43,8 +43,8 @@ void TrainCommand::resolve_all() {
   TORCH_CHECK_VALUE(!options.data.data.empty(), "--data: expected at least one text file, got none; name one");
   TORCH_CHECK_VALUE(!options.train.prompt.empty(), "--prompt: expected at least one byte, got none; use a newline");
   TORCH_CHECK_VALUE(
-      options.train.min_lr <= options.train.lr, "--min-lr: expected at most the peak rate (", options.train.lr, "), got ",
-      options.train.min_lr);
+      options.train.min_lr <= options.train.lr, "--min-lr: expected at most the peak rate (", options.train.lr,
+      "), got ", options.train.min_lr);
   train::make_optimizer(options.train, {torch::zeros({1}).requires_grad_()});
   // config.toml is to be read from another folder.
   for (auto& path : options.data.data) {
@@ -53,11 +53,11 @@ void TrainCommand::resolve_all() {
   if (!options.model.torchscript.empty()) {
     options.model.torchscript = std::filesystem::absolute(options.model.torchscript).lexically_normal().string();
   }
-  const data::ByteCorpus corpus({
-      .files = options.data.data,
-      .document_start = options.data.document_start,
-      .context = *options.model.context,
-      .validation_fraction = options.data.validation_fraction});
+  const data::ByteCorpus corpus(
+      {.files = options.data.data,
+       .document_start = options.data.document_start,
+       .context = *options.model.context,
+       .validation_fraction = options.data.validation_fraction});
 }
 
 int TrainCommand::run() {
@@ -80,8 +80,10 @@ int TrainCommand::run() {
 std::function<int()> declare_train(CLI::App& command, const std::vector<std::string>& arguments) {
   const auto train = std::make_shared<TrainCommand>();
   train->arguments = arguments;
-  command.add_option("--config", train->config_file, "TOML file with any of these options, spelled with _ for -; flags win over it.");
-  TrainCommandOptions::for_each_part(train->options, [&](const char* title, auto& part) { train->flags.add(command, title, part); });
+  command.add_option(
+      "--config", train->config_file, "TOML file with any of these options, spelled with _ for -; flags win over it.");
+  TrainCommandOptions::for_each_part(
+      train->options, [&](const char* title, auto& part) { train->flags.add(command, title, part); });
   command.add_flag("--trust-code", train->trust_code, "Run the code in the TorchScript file.")->group("Model");
   return [train] { return train->run(); };
 }

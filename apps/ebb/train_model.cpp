@@ -23,7 +23,8 @@ shard::WrapPolicy wrap_policy(const ParallelOptions& options, bool is_gpt) {
   if (options.wrap == "size" || (options.wrap == "auto" && !is_gpt)) {
     return shard::wrap_by_size(options.wrap_size);
   }
-  TORCH_CHECK_VALUE(is_gpt, "--wrap block: a TorchScript model has blocks of its own names; use --wrap size with --wrap-size");
+  TORCH_CHECK_VALUE(
+      is_gpt, "--wrap block: a TorchScript model has blocks of its own names; use --wrap size with --wrap-size");
   return shard::wrap_by_class({"Block"});
 }
 
@@ -35,15 +36,14 @@ std::shared_ptr<train::ParameterSet> spread(
     return train::replicated_parameters(shard::replicate(model, {.mesh = mesh}));
   }
   const auto strategy = options.strategy == "shard_grad_op" ? shard::Strategy::kShardGradOp
-      : options.strategy == "no_shard"                      ? shard::Strategy::kNoShard
+                        : options.strategy == "no_shard"    ? shard::Strategy::kNoShard
                                                             : shard::Strategy::kFullShard;
   return train::sharded_parameters(shard::fully_shard(
-      model,
-      {.mesh = mesh,
-       .strategy = strategy,
-       .wrap = wrap_policy(options, is_gpt),
-       .frames = static_cast<int>(options.frames),
-       .prefetch = static_cast<int>(options.prefetch)}));
+      model, {.mesh = mesh,
+              .strategy = strategy,
+              .wrap = wrap_policy(options, is_gpt),
+              .frames = static_cast<int>(options.frames),
+              .prefetch = static_cast<int>(options.prefetch)}));
 }
 
 /// Dropout draws from a stream of its own on each rank.
@@ -57,7 +57,11 @@ void seed_rank(std::int64_t seed, int rank) {
 SpreadModel make_gpt(
     const ModelOptions& options, const ParallelOptions& parallel, const std::shared_ptr<comm::Communicator>& world) {
   const gpt::Config config{
-      .vocab = *options.vocab, .context = *options.context, .d_model = *options.d_model, .heads = *options.heads, .layers = *options.layers};
+      .vocab = *options.vocab,
+      .context = *options.context,
+      .d_model = *options.d_model,
+      .heads = *options.heads,
+      .layers = *options.layers};
   gpt::GPT model(config);
   SpreadModel result;
   result.model.parameters = spread(model, parallel, /*is_gpt=*/true, world);
@@ -68,15 +72,16 @@ SpreadModel make_gpt(
   result.model.set_training = [model](bool training) mutable { model->train(training); };
   result.model.attention_flops_per_token = 12.0 * static_cast<double>(config.layers * config.context * config.d_model);
   result.description = fmt::format(
-      "GPT with {} layers of {}, {} heads, context {}, vocabulary {}", config.layers, config.d_model, config.heads, config.context,
-      config.vocab);
+      "GPT with {} layers of {}, {} heads, context {}, vocabulary {}", config.layers, config.d_model, config.heads,
+      config.context, config.vocab);
   return result;
 }
 
 torch::jit::Module load_script(const std::string& path) {
   std::error_code error;
   TORCH_CHECK_VALUE(
-      std::filesystem::is_regular_file(path, error), "--torchscript: cannot read '", path, "'; check the path and its permissions");
+      std::filesystem::is_regular_file(path, error), "--torchscript: cannot read '", path,
+      "'; check the path and its permissions");
   try {
     return torch::jit::load(path);
   } catch (const std::exception& cause) {
@@ -118,12 +123,17 @@ void resolve(ModelOptions& options) {
     options.heads = options.heads.value_or(preset.heads);
     options.layers = options.layers.value_or(preset.layers);
     TORCH_CHECK_VALUE(
-        *options.d_model % *options.heads == 0, "--d-model: expected a multiple of heads (", *options.heads, "), got ", *options.d_model);
+        *options.d_model % *options.heads == 0, "--d-model: expected a multiple of heads (", *options.heads, "), got ",
+        *options.d_model);
     return;
   }
   for (const auto& [name, given] :
-       {std::pair{"--layers", options.layers}, {"--d-model", options.d_model}, {"--heads", options.heads}, {"--vocab", options.vocab}}) {
-    TORCH_CHECK_VALUE(!given, name, " sets a size of the GPT, but --torchscript brings a model of its own; leave one out");
+       {std::pair{"--layers", options.layers},
+        {"--d-model", options.d_model},
+        {"--heads", options.heads},
+        {"--vocab", options.vocab}}) {
+    TORCH_CHECK_VALUE(
+        !given, name, " sets a size of the GPT, but --torchscript brings a model of its own; leave one out");
   }
 }
 

@@ -10,8 +10,8 @@
 
 namespace ebb::app {
 
-/// Fills in the sizes that the preset gives, so that the options state what the model is. A TorchScript model has no sizes
-/// but its context, which is then that of the preset unless it was given.
+/// Fills in the sizes that the preset gives, so that the options state what the model is. A TorchScript model has no
+/// sizes but its context, which is then that of the preset unless it was given.
 /// @throws ValueError for sizes that do not fit together.
 void resolve(ModelOptions& options);
 

@@ -23,14 +23,19 @@ struct ModelOptions {
   template <class Visit>
   static void fields(Visit&& visit) {
     using O = ModelOptions;
-    visit("preset", &O::preset, "GPT of this size; the flags below change single sizes.", one_of({"tiny", "26m", "124m"}));
+    visit(
+        "preset", &O::preset, "GPT of this size; the flags below change single sizes.",
+        one_of({"tiny", "26m", "124m"}));
     visit("layers", &O::layers, "Blocks.", at_least(1));
     visit("d_model", &O::d_model, "Width; a multiple of heads.", at_least(1));
     visit("heads", &O::heads, "Attention heads.", at_least(1));
     visit("context", &O::context, "Tokens the model sees at once.", at_least(1));
     visit("vocab", &O::vocab, "Vocabulary; bytes need 256.", at_least(256));
-    visit("torchscript", &O::torchscript,
-          "Train this TorchScript file instead; its forward maps int64 tokens [B, T] to logits [B, T, V]. Needs --trust-code.", path());
+    visit(
+        "torchscript", &O::torchscript,
+        "Train this TorchScript file instead; its forward maps int64 tokens [B, T] to logits [B, T, V]. Needs "
+        "--trust-code.",
+        path());
   }
 };
 
@@ -43,8 +48,12 @@ struct DataOptions {
   static void fields(Visit&& visit) {
     using O = DataOptions;
     visit("data", &O::data, "Text files.", path());
-    visit("document_start", &O::document_start, "Lines at which a new document begins; without any, each file is one document.", any_value());
-    visit("validation_fraction", &O::validation_fraction, "Kept from the end of each document for evaluation.", from_up_to(0, 1));
+    visit(
+        "document_start", &O::document_start,
+        "Lines at which a new document begins; without any, each file is one document.", any_value());
+    visit(
+        "validation_fraction", &O::validation_fraction, "Kept from the end of each document for evaluation.",
+        from_up_to(0, 1));
   }
 };
 
@@ -59,10 +68,18 @@ struct ParallelOptions {
   template <class Visit>
   static void fields(Visit&& visit) {
     using O = ParallelOptions;
-    visit("nproc", &O::nproc, "Local ranks to start; 1 runs in this process, or as the rank that torchrun, srun or mpirun says.", between(1, 1024));
-    visit("strategy", &O::strategy, "What is spread over the ranks.", one_of({"full_shard", "shard_grad_op", "no_shard", "replicate"}));
-    visit("wrap", &O::wrap, "What is gathered together: block, each GPT block; size, modules of wrap_size; root, all at once; auto, block "
-          "for a GPT and size for TorchScript.", one_of({"auto", "block", "size", "root"}));
+    visit(
+        "nproc", &O::nproc,
+        "Local ranks to start; 1 runs in this process, or as the rank that torchrun, srun or mpirun says.",
+        between(1, 1024));
+    visit(
+        "strategy", &O::strategy, "What is spread over the ranks.",
+        one_of({"full_shard", "shard_grad_op", "no_shard", "replicate"}));
+    visit(
+        "wrap", &O::wrap,
+        "What is gathered together: block, each GPT block; size, modules of wrap_size; root, all at once; auto, block "
+        "for a GPT and size for TorchScript.",
+        one_of({"auto", "block", "size", "root"}));
     visit("wrap_size", &O::wrap_size, "Parameters from which a module is a unit of its own (wrap size).", at_least(1));
     visit("frames", &O::frames, "Buffers for gathered units.", at_least(1));
     visit("prefetch", &O::prefetch, "Units gathered ahead of their use.", at_least(0));
@@ -76,7 +93,10 @@ struct RunOptions {
   template <class Visit>
   static void fields(Visit&& visit) {
     using O = RunOptions;
-    visit("run_dir", &O::run_dir, "Where the run's files go: summary.json, config.toml, TensorBoard events. An earlier run's are replaced.", any_value());
+    visit(
+        "run_dir", &O::run_dir,
+        "Where the run's files go: summary.json, config.toml, TensorBoard events. An earlier run's are replaced.",
+        any_value());
     visit("seconds", &O::seconds, "Stop training after so many seconds, whatever the steps.", above(0));
   }
 };

@@ -65,14 +65,16 @@ void write_file(const fs::path& path, const std::string& text) {
   std::ofstream out(path, std::ios::binary | std::ios::trunc);
   out << text;
   out.flush();
-  TORCH_CHECK_VALUE(out.good(), "--run-dir: cannot write '", path.string(), "'; check its permissions and the space on the disk");
+  TORCH_CHECK_VALUE(
+      out.good(), "--run-dir: cannot write '", path.string(), "'; check its permissions and the space on the disk");
 }
 
 /// A run directory holds one run: what an earlier one left is replaced, and nothing else is touched.
 void open_run_directory(const fs::path& directory, const TrainCommandOptions& options) {
   std::error_code error;
   fs::create_directories(directory, error);
-  TORCH_CHECK_VALUE(!error, "--run-dir: cannot make '", directory.string(), "': ", error.message(), "; give another folder");
+  TORCH_CHECK_VALUE(
+      !error, "--run-dir: cannot make '", directory.string(), "': ", error.message(), "; give another folder");
   for (const auto& entry : fs::directory_iterator(directory)) {
     const auto name = entry.path().filename().string();
     if (name == "summary.json" || (name.starts_with("events.out.tfevents.") && name.ends_with(".ebb"))) {
@@ -83,17 +85,19 @@ void open_run_directory(const fs::path& directory, const TrainCommandOptions& op
 }
 
 std::string header(
-    const TrainCommandOptions& options, const SpreadModel& spread, const data::ByteCorpus& corpus, const comm::Communicator& world) {
+    const TrainCommandOptions& options, const SpreadModel& spread, const data::ByteCorpus& corpus,
+    const comm::Communicator& world) {
   const auto& parameters = *spread.model.parameters;
   auto text = fmt::format(
       "{}: {} parameters\n"
       "{} rank{} ({}), {}: {:.2f} MB of parameters kept on rank 0\n"
       "{} document{}: {} bytes to train on, {} to validate\n"
       "{} steps of {} x {} sequences of {} bytes; files in {}\n",
-      spread.description, parameters.num_parameters(), world.size(), world.size() == 1 ? "" : "s", world.capabilities().backend,
-      options.parallel.strategy, static_cast<double>(parameters.bytes()) / 1e6, corpus.documents().size(),
-      corpus.documents().size() == 1 ? "" : "s", corpus.num_bytes(data::Split::kTrain), corpus.num_bytes(data::Split::kValidation),
-      options.train.steps, world.size(), options.train.batch, *options.model.context, options.run.run_dir);
+      spread.description, parameters.num_parameters(), world.size(), world.size() == 1 ? "" : "s",
+      world.capabilities().backend, options.parallel.strategy, static_cast<double>(parameters.bytes()) / 1e6,
+      corpus.documents().size(), corpus.documents().size() == 1 ? "" : "s", corpus.num_bytes(data::Split::kTrain),
+      corpus.num_bytes(data::Split::kValidation), options.train.steps, world.size(), options.train.batch,
+      *options.model.context, options.run.run_dir);
   text += parameters.explain();
   while (text.ends_with('\n')) {
     text.pop_back();

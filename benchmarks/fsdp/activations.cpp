@@ -18,7 +18,7 @@ class LiveBytes : public c10::MemoryReportingInfoBase {
     std::lock_guard lock(mutex_);
     live_ += change;
     if (live_ <= peak_) {
-      return;  // Gradients would only take away from it.
+      return; // Gradients would only take away from it.
     }
     std::int64_t gradients = 0;
     for (const auto& parameter : parameters_) {
@@ -46,7 +46,8 @@ class LiveBytes : public c10::MemoryReportingInfoBase {
 
 } // namespace
 
-std::int64_t peak_activation_bytes(const std::vector<at::Tensor>& parameters, const std::function<void()>& forward_backward) {
+std::int64_t peak_activation_bytes(
+    const std::vector<at::Tensor>& parameters, const std::function<void()>& forward_backward) {
   auto live = std::make_shared<LiveBytes>(parameters);
   c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, live);
   forward_backward();

@@ -91,7 +91,11 @@ void serve(const Arguments& args) {
 
   const auto contender = bench::make_contender(args.mode, args.config, args.optimizer, world);
   bench::trim();
-  say({{"event", "ready"}, {"idle_kb", idle_kb}, {"parameters", contender->num_parameters()}, {"torch", TORCH_VERSION}});
+  say(
+      {{"event", "ready"},
+       {"idle_kb", idle_kb},
+       {"parameters", contender->num_parameters()},
+       {"torch", TORCH_VERSION}});
 
   torch::manual_seed(100 + static_cast<std::uint64_t>(launch.rank));
   for (std::string line; std::getline(std::cin, line);) {

@@ -30,7 +30,9 @@ class Floor : public Contender {
 
 class FullyShard : public Contender {
  public:
-  FullyShard(const gpt::Config& config, const std::string& optimizer, const std::shared_ptr<comm::Communicator>& world, shard::Strategy strategy)
+  FullyShard(
+      const gpt::Config& config, const std::string& optimizer, const std::shared_ptr<comm::Communicator>& world,
+      shard::Strategy strategy)
       : Contender(config),
         options_{
             .mesh = comm::Mesh(world),
@@ -115,18 +117,20 @@ const std::vector<std::string>& modes() {
 }
 
 std::unique_ptr<Contender> make_contender(
-    const std::string& mode, const gpt::Config& config, const std::string& optimizer, const std::shared_ptr<comm::Communicator>& world) {
+    const std::string& mode, const gpt::Config& config, const std::string& optimizer,
+    const std::shared_ptr<comm::Communicator>& world) {
   if (mode == "floor") {
     return std::make_unique<Floor>(config, optimizer);
   }
   if (mode == "replicate") {
     return std::make_unique<Replicate>(config, optimizer, world);
   }
-  const auto strategy = mode == "full_shard" ? shard::Strategy::kFullShard
-      : mode == "shard_grad_op"              ? shard::Strategy::kShardGradOp
-                                             : shard::Strategy::kNoShard;
+  const auto strategy = mode == "full_shard"      ? shard::Strategy::kFullShard
+                        : mode == "shard_grad_op" ? shard::Strategy::kShardGradOp
+                                                  : shard::Strategy::kNoShard;
   TORCH_CHECK_VALUE(
-      strategy != shard::Strategy::kNoShard || mode == "no_shard", "[make_contender] no mode '", mode, "'; see modes()");
+      strategy != shard::Strategy::kNoShard || mode == "no_shard", "[make_contender] no mode '", mode,
+      "'; see modes()");
   return std::make_unique<FullyShard>(config, optimizer, world, strategy);
 }
 

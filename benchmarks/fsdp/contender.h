@@ -49,6 +49,7 @@ const std::vector<std::string>& modes();
 /// @param optimizer  "stock": torch::optim::AdamW; "fused": ebb's, on the kernel behind Python's AdamW(fused=True).
 /// @param world      All ranks; not used by "floor", which may pass nullptr.
 std::unique_ptr<Contender> make_contender(
-    const std::string& mode, const gpt::Config& config, const std::string& optimizer, const std::shared_ptr<comm::Communicator>& world);
+    const std::string& mode, const gpt::Config& config, const std::string& optimizer,
+    const std::shared_ptr<comm::Communicator>& world);
 
 } // namespace ebb::bench

@@ -2,9 +2,9 @@
 // whole tensor (fp32), and whether ranks may read each other's memory.
 #include "ebb/comm/init.h"
 
+#include <benchmark/benchmark.h>
 #include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <benchmark/benchmark.h>
 
 #include <array>
 

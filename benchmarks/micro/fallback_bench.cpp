@@ -3,8 +3,8 @@
 #include "ebb/comm/init.h"
 #include "ebb/shard/fully_shard.h"
 
-#include <torch/torch.h>
 #include <benchmark/benchmark.h>
+#include <torch/torch.h>
 
 namespace {
 
@@ -24,7 +24,8 @@ const Model& model(bool sharded) {
   static Model paged = [] {
     Model made;
     static auto handle = ebb::fully_shard(
-        made, {.mesh = ebb::comm::Mesh(ebb::comm::single()), .wrap = ebb::shard::wrap_root(), .sync_module_states = false});
+        made,
+        {.mesh = ebb::comm::Mesh(ebb::comm::single()), .wrap = ebb::shard::wrap_root(), .sync_module_states = false});
     return made;
   }();
   return sharded ? paged : plain;

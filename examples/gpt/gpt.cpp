@@ -23,11 +23,11 @@ const Preset kPresets[] = {
 const Config& checked(const Config& config) {
   TORCH_CHECK_VALUE(
       config.vocab > 0 && config.context > 0 && config.d_model > 0 && config.heads > 0 && config.layers > 0,
-      "[GPT] sizes must be positive, got vocab ", config.vocab, ", context ", config.context, ", d_model ", config.d_model,
-      ", heads ", config.heads, ", layers ", config.layers);
+      "[GPT] sizes must be positive, got vocab ", config.vocab, ", context ", config.context, ", d_model ",
+      config.d_model, ", heads ", config.heads, ", layers ", config.layers);
   TORCH_CHECK_VALUE(
-      config.d_model % config.heads == 0,
-      "[GPT] d_model must be a multiple of heads, got ", config.d_model, " and ", config.heads);
+      config.d_model % config.heads == 0, "[GPT] d_model must be a multiple of heads, got ", config.d_model, " and ",
+      config.heads);
   return config;
 }
 
@@ -87,7 +87,8 @@ GPTImpl::GPTImpl(const Config& config)
   nn::init::normal_(tokens->weight, 0.0, 0.02);
   nn::init::normal_(positions->weight, 0.0, 0.02);
   for (auto& block : blocks) {
-    for (auto& [linear, std] : {std::pair{block->qkv, 0.02}, {block->proj, residual}, {block->up, 0.02}, {block->down, residual}}) {
+    for (auto& [linear, std] :
+         {std::pair{block->qkv, 0.02}, {block->proj, residual}, {block->up, 0.02}, {block->down, residual}}) {
       nn::init::normal_(linear->weight, 0.0, std);
       nn::init::zeros_(linear->bias);
     }

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-/// A GPT (Radford et al. 2019: pre-norm decoder with learned positions) in plain torch::nn code. It knows nothing of ebb;
-/// ebb shards it as it is.
+/// A GPT (Radford et al. 2019: pre-norm decoder with learned positions) in plain torch::nn code. It knows nothing of
+/// ebb; ebb shards it as it is.
 ///
 /// Shape letters: B sequences, T positions, C = d_model, H heads, V vocabulary.
 namespace gpt {

@@ -110,10 +110,12 @@ std::string write_text(const TemporaryFolder& folder, const std::string& name) {
   return folder.write(name, text);
 }
 
-std::vector<std::string> tiny_training(const std::string& data, const std::string& run_dir, const std::vector<std::string>& more) {
-  std::vector<std::string> arguments{
-      "train", "--data", data, "--run-dir", run_dir, "--layers", "2", "--d-model", "32", "--heads", "2", "--context", "16",
-      "--steps", "3", "--warmup", "1", "--eval-batches", "4", "--sample-length", "20"};
+std::vector<std::string> tiny_training(
+    const std::string& data, const std::string& run_dir, const std::vector<std::string>& more) {
+  std::vector<std::string> arguments{"train", "--data",          data, "--run-dir", run_dir, "--layers",
+                                     "2",     "--d-model",       "32", "--heads",   "2",     "--context",
+                                     "16",    "--steps",         "3",  "--warmup",  "1",     "--eval-batches",
+                                     "4",     "--sample-length", "20"};
   arguments.insert(arguments.end(), more.begin(), more.end());
   return arguments;
 }

@@ -50,6 +50,7 @@ nlohmann::json read_json(const std::filesystem::path& path);
 std::string write_text(const TemporaryFolder& folder, const std::string& name = "text.txt");
 
 /// `ebb train` of a model so small that a step takes a millisecond; `more` is appended.
-std::vector<std::string> tiny_training(const std::string& data, const std::string& run_dir, const std::vector<std::string>& more = {});
+std::vector<std::string> tiny_training(
+    const std::string& data, const std::string& run_dir, const std::vector<std::string>& more = {});
 
 } // namespace ebb::test

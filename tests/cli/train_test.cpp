@@ -50,7 +50,8 @@ TEST_P(Strategies, TrainAlike) {
 }
 
 INSTANTIATE_TEST_SUITE_P(
-    All, Strategies, ::testing::Values("shard_grad_op", "no_shard", "replicate"), [](const auto& info) { return std::string(info.param); });
+    All, Strategies, ::testing::Values("shard_grad_op", "no_shard", "replicate"),
+    [](const auto& info) { return std::string(info.param); });
 
 TEST(Train, SaysInItsSummaryWhatTheRunCameTo) {
   const TemporaryFolder folder;
@@ -103,12 +104,17 @@ TEST(Train, FlagsWinOverTheFileAndItsPathsStartAtItsFolder) {
   const TemporaryFolder folder;
   std::filesystem::create_directories(folder.path() / "configs" / "data");
   write_text(folder, "configs/data/text.txt");
-  const auto config = folder.write("configs/my.toml", "data = [\"data/text.txt\"]\nlayers = 1\nd_model = 32\nheads = 2\ncontext = 16\nsteps = 5\nseed = 9\n");
+  const auto config = folder.write(
+      "configs/my.toml",
+      "data = [\"data/text.txt\"]\nlayers = 1\nd_model = 32\nheads = 2\ncontext = 16\nsteps = 5\nseed = 9\n");
   const auto run = folder.path() / "run";
-  const auto outcome = run_ebb(folder, {"train", "--config", config, "--steps", "2", "--sample-length", "0", "--run-dir", run.string()});
+  const auto outcome =
+      run_ebb(folder, {"train", "--config", config, "--steps", "2", "--sample-length", "0", "--run-dir", run.string()});
   ASSERT_EQ(outcome.code, 0) << outcome.err;
   EXPECT_EQ(read_json(run / "summary.json")["steps"], 2);
-  EXPECT_THAT(read_file(run / "config.toml"), AllOf(HasSubstr("seed = 9"), HasSubstr("steps = 2"), HasSubstr("configs/data/text.txt")));
+  EXPECT_THAT(
+      read_file(run / "config.toml"),
+      AllOf(HasSubstr("seed = 9"), HasSubstr("steps = 2"), HasSubstr("configs/data/text.txt")));
 }
 
 TEST(Train, ReplacesAnEarlierRunInItsFolderAndNothingElse) {
@@ -142,7 +148,9 @@ class StopsAt : public ::testing::TestWithParam<int> {};
 TEST_P(StopsAt, TheEndOfAStepOnASignalAndWritesItsSummary) {
   const TemporaryFolder folder;
   const auto run = folder.path() / "run";
-  Ebb ebb(folder, tiny_training(write_text(folder), run.string(), {"--nproc", std::to_string(GetParam()), "--steps", "100000000"}));
+  Ebb ebb(
+      folder,
+      tiny_training(write_text(folder), run.string(), {"--nproc", std::to_string(GetParam()), "--steps", "100000000"}));
   // The header is printed once everything is set up; training follows at once.
   ASSERT_TRUE(Ebb::wait_for_file(folder.path() / "stdout.txt"));
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
@@ -188,7 +196,8 @@ TEST(Train, WritesAnEventFileWithACurveForEveryMetric) {
   }
   EXPECT_EQ(records, 1u + 3 + 3 + 1); // version, steps, evaluations, sample
   EXPECT_EQ(count_of(bytes, "brain.Event:2"), 1u);
-  for (const std::string tag : {"train/loss", "train/grad_norm", "train/lr", "train/tokens_per_second", "train/tflops", "eval/loss"}) {
+  for (const std::string tag :
+       {"train/loss", "train/grad_norm", "train/lr", "train/tokens_per_second", "train/tflops", "eval/loss"}) {
     EXPECT_EQ(count_of(bytes, tag), 3u) << tag;
   }
 }
@@ -219,8 +228,30 @@ TEST(TorchScript, TrainsShardedAsItDoesOnOneRank) {
   const auto run = [&](const std::string& name, const std::vector<std::string>& more) {
     const auto directory = folder.path() / name;
     std::vector<std::string> arguments{
-        "train", "--torchscript", model, "--trust-code", "--data", data, "--context", "16", "--steps", "20", "--lr", "0.05", "--min-lr", "0.01",
-        "--warmup", "2", "--eval-batches", "4", "--sample-length", "8", "--wrap-size", "100", "--run-dir", directory.string()};
+        "train",
+        "--torchscript",
+        model,
+        "--trust-code",
+        "--data",
+        data,
+        "--context",
+        "16",
+        "--steps",
+        "20",
+        "--lr",
+        "0.05",
+        "--min-lr",
+        "0.01",
+        "--warmup",
+        "2",
+        "--eval-batches",
+        "4",
+        "--sample-length",
+        "8",
+        "--wrap-size",
+        "100",
+        "--run-dir",
+        directory.string()};
     arguments.insert(arguments.end(), more.begin(), more.end());
     const auto outcome = run_ebb(folder, arguments);
     EXPECT_EQ(outcome.code, 0) << outcome.err;
@@ -242,7 +273,8 @@ TEST(TorchScript, NamesAModelWhoseLogitsDoNotFit) {
   const auto path = (folder.path() / "model.pt").string();
   model.save(path);
   const auto outcome = run_ebb(
-      folder, {"train", "--torchscript", path, "--trust-code", "--data", write_text(folder), "--context", "16", "--run-dir", (folder.path() / "run").string()});
+      folder, {"train", "--torchscript", path, "--trust-code", "--data", write_text(folder), "--context", "16",
+               "--run-dir", (folder.path() / "run").string()});
   EXPECT_EQ(outcome.code, 2);
   EXPECT_THAT(outcome.err, HasSubstr("expected logits [8, 16, vocabulary], got [8, 16]"));
 }

@@ -67,12 +67,17 @@ TEST(Usage, RefusesValuesOutOfBoundsByFlag) {
   const auto data = write_text(folder);
   expect_refused(run_ebb(folder, {"train", "--data", data, "--steps", "0"}), 2, {"--steps", "at least 1", "got 0"});
   expect_refused(run_ebb(folder, {"train", "--data", data, "--lr", "-1"}), 2, {"--lr", "above 0", "got -1"});
-  expect_refused(run_ebb(folder, {"train", "--data", data, "--betas", "0.9", "1.5"}), 2, {"--betas", "in [0, 1)", "got 1.5"});
-  expect_refused(run_ebb(folder, {"train", "--data", data, "--preset", "huge"}), 2, {"--preset", "tiny, 26m, 124m", "huge"});
+  expect_refused(
+      run_ebb(folder, {"train", "--data", data, "--betas", "0.9", "1.5"}), 2, {"--betas", "in [0, 1)", "got 1.5"});
+  expect_refused(
+      run_ebb(folder, {"train", "--data", data, "--preset", "huge"}), 2, {"--preset", "tiny, 26m, 124m", "huge"});
   expect_refused(run_ebb(folder, {"train", "--data", data, "--strategy", "fsdp"}), 2, {"--strategy", "full_shard"});
   expect_refused(run_ebb(folder, {"train", "--data", data, "--nproc", "0"}), 2, {"--nproc", "got 0"});
-  expect_refused(run_ebb(folder, {"train", "--data", data, "--d-model", "30", "--heads", "4"}), 2, {"--d-model", "multiple of heads (4)"});
-  expect_refused(run_ebb(folder, {"train", "--data", data, "--lr", "1e-3", "--min-lr", "1e-2"}), 2, {"--min-lr", "0.001"});
+  expect_refused(
+      run_ebb(folder, {"train", "--data", data, "--d-model", "30", "--heads", "4"}), 2,
+      {"--d-model", "multiple of heads (4)"});
+  expect_refused(
+      run_ebb(folder, {"train", "--data", data, "--lr", "1e-3", "--min-lr", "1e-2"}), 2, {"--min-lr", "0.001"});
   expect_refused(run_ebb(folder, {"train", "--data", data, "--prompt", ""}), 2, {"--prompt"});
 }
 
@@ -88,8 +93,11 @@ TEST(Usage, NamesAMissingFileAndOneThatIsEmptyOrTooShort) {
   expect_refused(run_ebb(folder, {"train"}), 2, {"--data"});
   expect_refused(run_ebb(folder, {"train", "--data", "nowhere.txt"}), 2, {"nowhere.txt", "No such file"});
   // Told once, though two ranks were asked for.
-  expect_refused(run_ebb(folder, {"train", "--data", folder.write("empty.txt", ""), "--nproc", "2"}), 3, {"empty.txt", "is empty"});
-  expect_refused(run_ebb(folder, {"train", "--data", folder.write("short.txt", "too short")}), 3, {"short.txt", "9 bytes", "65"});
+  expect_refused(
+      run_ebb(folder, {"train", "--data", folder.write("empty.txt", ""), "--nproc", "2"}), 3,
+      {"empty.txt", "is empty"});
+  expect_refused(
+      run_ebb(folder, {"train", "--data", folder.write("short.txt", "too short")}), 3, {"short.txt", "9 bytes", "65"});
 }
 
 TEST(Usage, ShowsWhereAnErrorAroseWhenAsked) {
@@ -104,13 +112,16 @@ TEST(Usage, LoadsATorchScriptFileOnlyWhenItsCodeIsTrusted) {
   const auto data = write_text(folder);
   const auto model = folder.write("model.pt", "no archive");
   expect_refused(
-      run_ebb(folder, {"train", "--data", data, "--torchscript", model}), 2, {"model.pt", "holds code", "--trust-code"});
+      run_ebb(folder, {"train", "--data", data, "--torchscript", model}), 2,
+      {"model.pt", "holds code", "--trust-code"});
   expect_refused(
-      run_ebb(folder, {"train", "--data", data, "--torchscript", model, "--trust-code", "--run-dir", "run"}), 3, {"model.pt", "no TorchScript archive"});
+      run_ebb(folder, {"train", "--data", data, "--torchscript", model, "--trust-code", "--run-dir", "run"}), 3,
+      {"model.pt", "no TorchScript archive"});
   expect_refused(
       run_ebb(folder, {"train", "--data", data, "--torchscript", "nowhere.pt", "--trust-code"}), 2, {"nowhere.pt"});
   expect_refused(
-      run_ebb(folder, {"train", "--data", data, "--torchscript", model, "--trust-code", "--layers", "2"}), 2, {"--layers", "--torchscript"});
+      run_ebb(folder, {"train", "--data", data, "--torchscript", model, "--trust-code", "--layers", "2"}), 2,
+      {"--layers", "--torchscript"});
 }
 
 class ConfigFile : public ::testing::Test {
@@ -124,7 +135,8 @@ class ConfigFile : public ::testing::Test {
 };
 
 TEST_F(ConfigFile, NamesAnUnknownKeyWithFileLineAndTheNearestKey) {
-  expect_refused(run_with("steps = 3\nweight_decy = 0.1\n"), 2, {"my.toml:2", "unknown key 'weight_decy'", "'weight_decay'"});
+  expect_refused(
+      run_with("steps = 3\nweight_decy = 0.1\n"), 2, {"my.toml:2", "unknown key 'weight_decy'", "'weight_decay'"});
   expect_refused(run_with("[model]\nlayers = 3\n"), 2, {"my.toml:1", "unknown key 'model'"});
 }
 
@@ -154,7 +166,8 @@ TEST_F(ConfigFile, MustBeAReadableFileOfModestSize) {
 
 TEST_F(ConfigFile, OfTheDemoNamesTheSixNovels) {
   // Stops before training, as the flags leave no data; everything in the file has been read and checked by then.
-  const auto outcome = run_ebb(folder_, {"train", "--config", EBB_EXAMPLES "/demo.toml", "--data", write_text(folder_)});
+  const auto outcome =
+      run_ebb(folder_, {"train", "--config", EBB_EXAMPLES "/demo.toml", "--data", write_text(folder_)});
   expect_refused(outcome, 2, {"SENSE AND SENSIBILITY"});
 }
 

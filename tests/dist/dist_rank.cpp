@@ -137,16 +137,18 @@ int main(int argc, char** argv) {
       rank_argv.insert(rank_argv.begin(), argv[0]);
       return comm::launch_local_ranks(
           std::stoi(args.at(1)), rank_argv,
-          {.leave = std::chrono::milliseconds(std::stoi(args.at(2))), .grace = std::chrono::milliseconds(std::stoi(args.at(3)))});
+          {.leave = std::chrono::milliseconds(std::stoi(args.at(2))),
+           .grace = std::chrono::milliseconds(std::stoi(args.at(3)))});
     }
     return run(args);
   } catch (const RankLostError& error) {
-    say("rank " + std::to_string(log::rank()) + " RankLostError " + std::to_string(error.rank()) + ": " + message_of(error));
+    say("rank " + std::to_string(log::rank()) + " RankLostError " + std::to_string(error.rank()) + ": " +
+        message_of(error));
     return static_cast<int>(exit_code_of(error));
   } catch (const std::exception& error) {
-    const char* type = dynamic_cast<const TimeoutError*>(&error) ? "TimeoutError"
-        : dynamic_cast<const c10::ValueError*>(&error)           ? "ValueError"
-                                                                 : "exception";
+    const char* type = dynamic_cast<const TimeoutError*>(&error)      ? "TimeoutError"
+                       : dynamic_cast<const c10::ValueError*>(&error) ? "ValueError"
+                                                                      : "exception";
     say("rank " + std::to_string(log::rank()) + " " + type + ": " + message_of(error));
     return static_cast<int>(exit_code_of(error));
   }

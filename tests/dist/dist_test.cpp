@@ -40,8 +40,9 @@ class DistBy : public ::testing::TestWithParam<const char*> {
     return changes;
   }
 };
-INSTANTIATE_TEST_SUITE_P(
-    Transport, DistBy, ::testing::Values("sockets", "memory"), [](const auto& info) { return std::string(info.param); });
+INSTANTIATE_TEST_SUITE_P(Transport, DistBy, ::testing::Values("sockets", "memory"), [](const auto& info) {
+  return std::string(info.param);
+});
 
 int free_port() {
   const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -98,7 +99,8 @@ TEST_P(DistBy, AStoppedRankIsNamedByAllOthers) {
   EXPECT_EQ(job.wait(), 4) << job.output();
   for (const char* rank : {"rank 0 RankLostError", "rank 2 RankLostError"}) {
     EXPECT_THAT(
-        job.lines_with(rank), AllOf(SizeIs(1), Each(AllOf(HasSubstr("RankLostError 1: "), HasSubstr("no sign of life")))))
+        job.lines_with(rank),
+        AllOf(SizeIs(1), Each(AllOf(HasSubstr("RankLostError 1: "), HasSubstr("no sign of life")))))
         << job.output();
   }
   EXPECT_FALSE(outlives(stopped));
@@ -114,8 +116,7 @@ TEST_P(DistBy, AThrowingRankIsNamedAndItsCodeReturned) {
 TEST_P(DistBy, ARankThatEndsWellTooEarlyIsNamed) {
   Job job(launch(3, {"return", "2", "20"}), with(kPatient));
   EXPECT_EQ(job.wait(), 4) << job.output();
-  EXPECT_THAT(
-      job.lines_with("RankLostError"), AllOf(SizeIs(2), Each(HasSubstr("RankLostError 2: ")))) << job.output();
+  EXPECT_THAT(job.lines_with("RankLostError"), AllOf(SizeIs(2), Each(HasSubstr("RankLostError 2: ")))) << job.output();
 }
 
 TEST_P(DistBy, ABusyRankZeroIsNoError) {
@@ -128,7 +129,8 @@ TEST_P(DistBy, ALivePeerThatDoesNotArriveIsNamedAtTheTimeout) {
   Job job(launch(2, {"busy", "1", "20"}, "200"), with({"EBB_HEARTBEAT_MS=100", "EBB_TIMEOUT_MS=3000"}));
   EXPECT_EQ(job.wait(), 4) << job.output();
   EXPECT_THAT(
-      job.lines_with("rank 0 TimeoutError"), AllOf(SizeIs(1), Each(AllOf(HasSubstr("rank 1 (alive"), HasSubstr("'after'")))))
+      job.lines_with("rank 0 TimeoutError"),
+      AllOf(SizeIs(1), Each(AllOf(HasSubstr("rank 1 (alive"), HasSubstr("'after'")))))
       << job.output();
 }
 
@@ -136,7 +138,8 @@ TEST(Dist, ARankThatEndsBeforeItJoinsIsNamed) {
   Job job(launch(3, {"early", "1", "9"}), kPatient);
   EXPECT_EQ(job.wait(), 9) << job.output();
   EXPECT_THAT(
-      job.lines_with("RankLostError"), AllOf(SizeIs(2), Each(AllOf(HasSubstr("RankLostError 1: "), HasSubstr("exit code 9")))))
+      job.lines_with("RankLostError"),
+      AllOf(SizeIs(2), Each(AllOf(HasSubstr("RankLostError 1: "), HasSubstr("exit code 9")))))
       << job.output();
 }
 
@@ -194,9 +197,16 @@ struct Hand {
   std::string port = std::to_string(free_port());
   std::vector<std::string> place(int rank, int size, const std::string& token) const {
     return {
-        "RANK=" + std::to_string(rank), "WORLD_SIZE=" + std::to_string(size), "LOCAL_RANK=" + std::to_string(rank),
-        "LOCAL_WORLD_SIZE=" + std::to_string(size), "MASTER_ADDR=127.0.0.1", "MASTER_PORT=" + port, "EBB_TOKEN=" + token,
-        "EBB_HEARTBEAT_MS=100", "EBB_DEAD_AFTER_MS=2000", "EBB_TIMEOUT_MS=60000"};
+        "RANK=" + std::to_string(rank),
+        "WORLD_SIZE=" + std::to_string(size),
+        "LOCAL_RANK=" + std::to_string(rank),
+        "LOCAL_WORLD_SIZE=" + std::to_string(size),
+        "MASTER_ADDR=127.0.0.1",
+        "MASTER_PORT=" + port,
+        "EBB_TOKEN=" + token,
+        "EBB_HEARTBEAT_MS=100",
+        "EBB_DEAD_AFTER_MS=2000",
+        "EBB_TIMEOUT_MS=60000"};
   }
 };
 
@@ -222,7 +232,8 @@ TEST(Dist, WithoutALauncherAKilledRankIsNamedByItsSilence) {
   third.signal(SIGKILL);
   for (auto* job : {&first, &second}) {
     EXPECT_EQ(job->wait(), 4) << job->output();
-    EXPECT_THAT(job->lines_with("RankLostError"), AllOf(SizeIs(1), Each(HasSubstr("RankLostError 2: ")))) << job->output();
+    EXPECT_THAT(job->lines_with("RankLostError"), AllOf(SizeIs(1), Each(HasSubstr("RankLostError 2: "))))
+        << job->output();
   }
 }
 
@@ -233,7 +244,8 @@ TEST(Dist, WithoutALauncherAKilledRankZeroIsNamedByTheEndOfItsStore) {
   ASSERT_NE(second.wait_for("is stepping"), "") << second.output();
   first.signal(SIGKILL);
   EXPECT_EQ(second.wait(), 4) << second.output();
-  EXPECT_THAT(second.lines_with("RankLostError"), AllOf(SizeIs(1), Each(HasSubstr("RankLostError 0: ")))) << second.output();
+  EXPECT_THAT(second.lines_with("RankLostError"), AllOf(SizeIs(1), Each(HasSubstr("RankLostError 0: "))))
+      << second.output();
 }
 
 // With it stands the store that it serves.
@@ -241,7 +253,8 @@ TEST(Dist, WithoutALauncherAStoppedRankZeroIsNamed) {
   const Hand hand;
   std::vector<std::unique_ptr<Job>> jobs;
   for (int rank = 0; rank < 3; ++rank) {
-    jobs.push_back(std::make_unique<Job>(std::vector<std::string>{EBB_DIST_RANK, "steps", "1000000", "1"}, hand.place(rank, 3, "t")));
+    jobs.push_back(std::make_unique<Job>(
+        std::vector<std::string>{EBB_DIST_RANK, "steps", "1000000", "1"}, hand.place(rank, 3, "t")));
   }
   for (const auto& job : jobs) {
     ASSERT_NE(job->wait_for("is stepping"), "") << job->output();
@@ -249,8 +262,8 @@ TEST(Dist, WithoutALauncherAStoppedRankZeroIsNamed) {
   jobs[0]->signal(SIGSTOP);
   for (const int rank : {1, 2}) {
     EXPECT_EQ(jobs[rank]->wait(), 4) << jobs[rank]->output();
-    EXPECT_THAT(
-        jobs[rank]->lines_with("RankLostError"), AllOf(SizeIs(1), Each(HasSubstr("RankLostError 0: ")))) << jobs[rank]->output();
+    EXPECT_THAT(jobs[rank]->lines_with("RankLostError"), AllOf(SizeIs(1), Each(HasSubstr("RankLostError 0: "))))
+        << jobs[rank]->output();
   }
   jobs[0]->signal(SIGCONT);
   EXPECT_EQ(jobs[0]->wait(), 4) << jobs[0]->output();
@@ -285,7 +298,8 @@ TEST(Dist, RanksThatDoNotComeAreNamed) {
   place.back() = "EBB_TIMEOUT_MS=2000";
   Job first({EBB_DIST_RANK, "steps", "1", "1"}, place);
   EXPECT_EQ(first.wait(), 4) << first.output();
-  EXPECT_THAT(first.lines_with("TimeoutError"), AllOf(SizeIs(1), Each(HasSubstr("ranks 1, 2 did not join")))) << first.output();
+  EXPECT_THAT(first.lines_with("TimeoutError"), AllOf(SizeIs(1), Each(HasSubstr("ranks 1, 2 did not join"))))
+      << first.output();
 }
 
 } // namespace

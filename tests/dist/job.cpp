@@ -173,8 +173,7 @@ int Job::wait(std::chrono::seconds limit) {
     read_more(20ms);
   }
   pid_ = -1;
-  while (read_more(0ms)) {
-  }
+  while (read_more(0ms)) {}
   return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
 }
 
@@ -204,9 +203,8 @@ char state_of(pid_t pid) {
 }
 
 bool all_come_to(char state, const std::vector<pid_t>& pids) {
-  return within_ten_seconds([&] {
-    return std::all_of(pids.begin(), pids.end(), [&](pid_t pid) { return state_of(pid) == state; });
-  });
+  return within_ten_seconds(
+      [&] { return std::all_of(pids.begin(), pids.end(), [&](pid_t pid) { return state_of(pid) == state; }); });
 }
 
 bool outlives(pid_t pid) {

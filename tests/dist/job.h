@@ -8,7 +8,8 @@
 
 namespace ebb::test {
 
-/// A program started for a test, its output read line by line. Killed, with the ranks it started, at the end of the test.
+/// A program started for a test, its output read line by line. Killed, with the ranks it started, at the end of the
+/// test.
 class Job {
  public:
   /// @param argv     The program and its arguments.

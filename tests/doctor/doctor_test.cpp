@@ -173,8 +173,9 @@ TEST(Doctor, EveryCheckReportsOnceAndARemedyWhereItIsNotFine) {
     EXPECT_FALSE(check.value.empty()) << check.what;
     EXPECT_EQ(check.remedy.empty(), check.verdict == Verdict::kOk) << check.what;
   }
-  for (const char* what : {"versions", "gloo", "peer memory", "nccl", "gpus", "loopback", "interface", "host name", "cores",
-                           "memory", "disk", "open files"}) {
+  for (const char* what :
+       {"versions", "gloo", "peer memory", "nccl", "gpus", "loopback", "interface", "host name", "cores", "memory",
+        "disk", "open files"}) {
     EXPECT_EQ(seen[what], 1) << what;
   }
   EXPECT_EQ(seen.size(), checks.size());

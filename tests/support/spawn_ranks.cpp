@@ -13,8 +13,7 @@
 namespace ebb::test {
 
 void spawn_ranks(
-    int size,
-    const std::function<void(const std::shared_ptr<comm::Communicator>&)>& body,
+    int size, const std::function<void(const std::shared_ptr<comm::Communicator>&)>& body,
     const comm::GroupOptions& options) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::mutex mutex;

@@ -10,8 +10,7 @@ namespace ebb::test {
 /// Runs `body` on `size` threads, each a rank of one Gloo group on loopback, and waits for all. A rank that throws
 /// leaves the group, so that the others end too; the first error is rethrown here. A group of one needs no network.
 void spawn_ranks(
-    int size,
-    const std::function<void(const std::shared_ptr<comm::Communicator>&)>& body,
+    int size, const std::function<void(const std::shared_ptr<comm::Communicator>&)>& body,
     const comm::GroupOptions& options = {.timeout = std::chrono::seconds(60)});
 
 } // namespace ebb::test

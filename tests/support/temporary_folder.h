@@ -17,7 +17,7 @@ class TemporaryFolder {
   TemporaryFolder() {
     const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
     path_ = std::filesystem::temp_directory_path() /
-        (std::string("ebb-") + test->test_suite_name() + "-" + test->name() + "-" + std::to_string(::getpid()));
+            (std::string("ebb-") + test->test_suite_name() + "-" + test->name() + "-" + std::to_string(::getpid()));
     std::filesystem::create_directories(path_);
   }
   ~TemporaryFolder() {

@@ -41,9 +41,9 @@ std::string duration(double seconds) {
 }
 
 std::string speed(double per_second) {
-  return per_second >= 10 ? fmt::format("{:.0f}", per_second)
-      : per_second >= 1   ? fmt::format("{:.1f}", per_second)
-                          : fmt::format("{:.2g}", per_second);
+  return per_second >= 10  ? fmt::format("{:.0f}", per_second)
+         : per_second >= 1 ? fmt::format("{:.1f}", per_second)
+                           : fmt::format("{:.2g}", per_second);
 }
 
 } // namespace
@@ -120,7 +120,8 @@ std::string Progress::text(double seconds, bool last) const {
     line += ", " + suffix_;
   }
   if (terminal_ && line.size() > static_cast<std::size_t>(width_ - 1)) {
-    line.resize(static_cast<std::size_t>(width_ - 1)); // a longer one would wrap, and each redraw take a line of its own
+    line.resize(
+        static_cast<std::size_t>(width_ - 1)); // a longer one would wrap, and each redraw take a line of its own
   }
   return line;
 }

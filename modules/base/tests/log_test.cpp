@@ -115,7 +115,8 @@ TEST(LogSinkDeathTest, WritesTimeLevelAndRankToStandardError) {
     std::_Exit(0);
   };
   EXPECT_EXIT(
-      write_line(3), ::testing::ExitedWithCode(0), "\\[[0-9]+:[0-9]+:[0-9]+\\.[0-9]+\\] .*warn.*\\[rank 3\\] text \\{braces\\}");
+      write_line(3), ::testing::ExitedWithCode(0),
+      "\\[[0-9]+:[0-9]+:[0-9]+\\.[0-9]+\\] .*warn.*\\[rank 3\\] text \\{braces\\}");
   EXPECT_EXIT(write_line(-1), ::testing::ExitedWithCode(0), "\\] text \\{braces\\}");
 }
 

@@ -85,10 +85,9 @@ TEST(Progress, PrintsALineEveryTenSecondsWithoutATerminal) {
     progress.update(step);
   }
   EXPECT_THAT(
-      screen.drawings(),
-      ElementsAre(
-          " 10% 10/100 steps, 1.0 steps/s, 1:30 left", " 20% 20/100 steps, 1.0 steps/s, 1:20 left",
-          " 30% 30/100 steps, 1.0 steps/s, 1:10 left"));
+      screen.drawings(), ElementsAre(
+                             " 10% 10/100 steps, 1.0 steps/s, 1:30 left", " 20% 20/100 steps, 1.0 steps/s, 1:20 left",
+                             " 30% 30/100 steps, 1.0 steps/s, 1:10 left"));
   progress.finish();
   EXPECT_THAT(screen.drawings(), ElementsAre(" 35% 35/100 steps, 1.0 steps/s, took 0:35"));
 }
@@ -159,8 +158,8 @@ TEST(Progress, StaysAFullBarBeyondTheTotal) {
 
 TEST(Progress, GivesSpeedsTwoDigits) {
   Screen screen;
-  for (const auto& [done, text] :
-       std::vector<std::pair<std::int64_t, std::string>>{{5, ", 0.05 "}, {314, ", 3.1 "}, {9970, ", 100 "}, {123456, ", 1235 "}}) {
+  for (const auto& [done, text] : std::vector<std::pair<std::int64_t, std::string>>{
+           {5, ", 0.05 "}, {314, ", 3.1 "}, {9970, ", 100 "}, {123456, ", 1235 "}}) {
     Progress progress(0, "rows", screen.out, screen.terminal());
     screen.clock.advance(100s);
     progress.update(done);

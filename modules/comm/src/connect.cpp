@@ -3,8 +3,8 @@
 #include "ebb/base/error.h"
 #include "ebb/base/log.h"
 
-#include "failure.h"
 #include "connect_nccl.h"
+#include "failure.h"
 #include "peer_communicator.h"
 #include "socket_communicator.h"
 
@@ -56,7 +56,8 @@ std::vector<std::string> share(
 }
 
 /// Peers' memory, where every rank of the group can read every other's; else nullptr. Collective.
-std::unique_ptr<PeerMemory> attach_peers(const StorePtr& store, Health& health, int rank, int size, const GroupOptions& options) {
+std::unique_ptr<PeerMemory> attach_peers(
+    const StorePtr& store, Health& health, int rank, int size, const GroupOptions& options) {
   auto memory = std::make_unique<PeerMemory>(rank, size);
   std::string trouble = options.same_host_reads ? memory->unavailable() : "it is off (GroupOptions::same_host_reads)";
   const auto texts = share(store, health, "peer", trouble.empty() ? memory->address().text() : "", rank, size);
@@ -99,7 +100,8 @@ std::shared_ptr<Communicator> connect(const StorePtr& store, int rank, int size,
           options.backend == "nccl",
       "[connect] expected backend 'auto', 'single', 'gloo' or 'nccl', got '", options.backend, "'");
   TORCH_CHECK_VALUE(
-      size == 1 || options.backend != "single", "[connect] backend 'single' is for one rank, got ", size, "; use 'gloo' or 'auto'");
+      size == 1 || options.backend != "single", "[connect] backend 'single' is for one rank, got ", size,
+      "; use 'gloo' or 'auto'");
   if (size == 1) {
     return single();
   }
@@ -127,8 +129,8 @@ std::shared_ptr<Communicator> connect(const StorePtr& store, int rank, int size,
   }
   const auto& can = group->capabilities();
   log::debug(
-      "group of {} ranks on backend {}: all_gather by {}, reduce_scatter by {}; it lacks {}", size, can.backend, can.all_gather,
-      can.reduce_scatter, joined(can.lacks));
+      "group of {} ranks on backend {}: all_gather by {}, reduce_scatter by {}; it lacks {}", size, can.backend,
+      can.all_gather, can.reduce_scatter, joined(can.lacks));
   return group;
 }
 

@@ -29,7 +29,8 @@ namespace ebb::comm {
 inline constexpr int kSlots = 64; ///< Operations that a rank may have posted and its peers not yet read.
 inline constexpr int kMaxPeers = 64; ///< Ranks of a group.
 inline constexpr std::int64_t kInlineBytes = 2048;
-static_assert(kInlineBytes >= kOnePhaseBytes, "an all-reduce of one phase overwrites its input before peers have read it");
+static_assert(
+    kInlineBytes >= kOnePhaseBytes, "an all-reduce of one phase overwrites its input before peers have read it");
 
 struct alignas(64) ControlSlot {
   std::atomic<std::uint64_t> posted; ///< Operation number + 1, once everything below is valid.

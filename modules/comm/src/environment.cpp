@@ -50,9 +50,8 @@ class Variables {
     }
     const auto parsed = parse_number(*value);
     TORCH_CHECK_VALUE(
-        parsed && *parsed >= least,
-        "[launch_environment] ", name, " must be a whole number of at least ", least, ", got '", *value,
-        "'; unset it, or start the program with torchrun, srun, mpirun or --nproc, which set it");
+        parsed && *parsed >= least, "[launch_environment] ", name, " must be a whole number of at least ", least,
+        ", got '", *value, "'; unset it, or start the program with torchrun, srun, mpirun or --nproc, which set it");
     return Number{name, *parsed};
   }
 
@@ -70,8 +69,8 @@ class Variables {
 
 void place(LaunchEnvironment& env, const Number& rank, const Number& world) {
   TORCH_CHECK_VALUE(
-      rank.value < world.value, "[launch_environment] ", rank.shown(), " does not fit ", world.shown(), ": ranks are 0 to ",
-      world.value - 1, "; give every process a rank of its own below the number of processes");
+      rank.value < world.value, "[launch_environment] ", rank.shown(), " does not fit ", world.shown(),
+      ": ranks are 0 to ", world.value - 1, "; give every process a rank of its own below the number of processes");
   env.rank = rank.value;
   env.world_size = world.value;
 }
@@ -81,8 +80,8 @@ void place_locally(LaunchEnvironment& env, const Number& rank, const Number& wor
       rank.value < world.value, "[launch_environment] ", rank.shown(), " does not fit ", world.shown(),
       ": the processes of one host are 0 to ", world.value - 1, "; correct one of the two");
   TORCH_CHECK_VALUE(
-      world.value <= env.world_size, "[launch_environment] ", world.shown(), " on one host, but the whole job has only ",
-      env.world_size, " ranks; correct one of the two");
+      world.value <= env.world_size, "[launch_environment] ", world.shown(),
+      " on one host, but the whole job has only ", env.world_size, " ranks; correct one of the two");
   TORCH_CHECK_VALUE(
       rank.value <= env.rank || env.world_size == world.value, "[launch_environment] ", rank.shown(),
       " on its host cannot belong to rank ", env.rank, " of the job: a host's first rank would be negative");
@@ -108,14 +107,16 @@ void read_port(const Variables& variables, LaunchEnvironment& env) {
 }
 
 // Where the launcher says neither address nor port, the ranks must still agree on both.
-void find_master(const Variables& variables, LaunchEnvironment& env, const std::string& job, const std::string& default_host) {
+void find_master(
+    const Variables& variables, LaunchEnvironment& env, const std::string& job, const std::string& default_host) {
   read_port(variables, env);
   env.master_addr = variables.text("MASTER_ADDR").value_or(default_host);
   if (env.master_port == 0 && !job.empty()) {
     env.master_port = port_from(job);
   }
   TORCH_CHECK_VALUE(
-      env.world_size == 1 || !env.master_addr.empty(), "[launch_environment] MASTER_ADDR is not set, and ", env.launcher,
+      env.world_size == 1 || !env.master_addr.empty(), "[launch_environment] MASTER_ADDR is not set, and ",
+      env.launcher,
       " does not tell the host of rank 0; set MASTER_ADDR to it for all ranks (mpirun -x MASTER_ADDR=HOST)");
   TORCH_CHECK_VALUE(
       env.world_size == 1 || env.master_port != 0, "[launch_environment] MASTER_PORT is not set, and ", env.launcher,
@@ -126,7 +127,8 @@ LaunchEnvironment from_ebb(const Variables& variables) {
   LaunchEnvironment env{.launcher = "ebb"};
   place(env, variables.required("EBB_RANK", 0, "EBB_WORLD_SIZE"), variables.required("EBB_WORLD_SIZE", 1, "EBB_RANK"));
   place_locally(
-      env, variables.required("EBB_LOCAL_RANK", 0, "EBB_RANK"), variables.required("EBB_LOCAL_WORLD_SIZE", 1, "EBB_RANK"));
+      env, variables.required("EBB_LOCAL_RANK", 0, "EBB_RANK"),
+      variables.required("EBB_LOCAL_WORLD_SIZE", 1, "EBB_RANK"));
   const auto port = variables.required("EBB_MASTER_PORT", 1, "EBB_RANK");
   TORCH_CHECK_VALUE(port.value <= 65535, "[launch_environment] ", port.shown(), " is not a port; ports are 1 to 65535");
   env.master_port = port.value;
@@ -153,7 +155,8 @@ LaunchEnvironment from_torchrun(const Variables& variables) {
   const auto local_world = variables.number("LOCAL_WORLD_SIZE", 1);
   const Number rank = local_rank.value_or(Number{"RANK", all_here ? env.rank : 0});
   place_locally(
-      env, rank, local_world.value_or(all_here ? Number{"WORLD_SIZE", env.world_size} : Number{rank.name, rank.value + 1}));
+      env, rank,
+      local_world.value_or(all_here ? Number{"WORLD_SIZE", env.world_size} : Number{rank.name, rank.value + 1}));
   env.store_is_up = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True";
   env.attempt = variables.text("TORCHELASTIC_RESTART_COUNT").value_or("0");
   env.token = variables.text("TORCHELASTIC_RUN_ID").value_or("");
@@ -179,13 +182,16 @@ LaunchEnvironment from_slurm(const Variables& variables) {
   const char* world = variables.has("SLURM_STEP_NUM_TASKS") ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS";
   place(env, variables.required("SLURM_PROCID", 0, world), variables.required(world, 1, "SLURM_PROCID"));
 
-  const auto nodes = variables.text("SLURM_STEP_NODELIST").value_or(
-      variables.text("SLURM_JOB_NODELIST").value_or(variables.text("SLURM_NODELIST").value_or("")));
-  const auto tasks = variables.text("SLURM_STEP_TASKS_PER_NODE").value_or(variables.text("SLURM_TASKS_PER_NODE").value_or(""));
+  const auto nodes =
+      variables.text("SLURM_STEP_NODELIST")
+          .value_or(variables.text("SLURM_JOB_NODELIST").value_or(variables.text("SLURM_NODELIST").value_or("")));
+  const auto tasks =
+      variables.text("SLURM_STEP_TASKS_PER_NODE").value_or(variables.text("SLURM_TASKS_PER_NODE").value_or(""));
   const auto per_node = variables.number("SLURM_NTASKS_PER_NODE", 1);
   const auto node = variables.number("SLURM_NODEID", 0);
   const Number local = variables.required("SLURM_LOCALID", 0, "SLURM_PROCID");
-  const auto num_nodes = variables.number(variables.has("SLURM_STEP_NUM_NODES") ? "SLURM_STEP_NUM_NODES" : "SLURM_NNODES", 1);
+  const auto num_nodes =
+      variables.number(variables.has("SLURM_STEP_NUM_NODES") ? "SLURM_STEP_NUM_NODES" : "SLURM_NNODES", 1);
   Number here{"SLURM_TASKS_PER_NODE", tasks_on_node(tasks, node ? node->value : 0)};
   if (num_nodes && num_nodes->value == 1) {
     here = {world, env.world_size};
@@ -208,7 +214,8 @@ LaunchEnvironment from_pmi(const Variables& variables) {
   place(env, variables.required("PMI_RANK", 0, "PMI_SIZE"), variables.required("PMI_SIZE", 1, "PMI_RANK"));
   if (variables.has("MPI_LOCALRANKID")) {
     place_locally(
-        env, variables.required("MPI_LOCALRANKID", 0, "PMI_RANK"), variables.required("MPI_LOCALNRANKS", 1, "MPI_LOCALRANKID"));
+        env, variables.required("MPI_LOCALRANKID", 0, "PMI_RANK"),
+        variables.required("MPI_LOCALNRANKS", 1, "MPI_LOCALRANKID"));
   } else if (is_loopback(variables.text("MASTER_ADDR").value_or(""))) {
     place_locally(env, {"PMI_RANK", env.rank}, {"PMI_SIZE", env.world_size});
   }
@@ -224,14 +231,16 @@ void check_agreement(const Variables& variables, const LaunchEnvironment& env) {
     return;
   }
   const std::pair<const char*, const char*> launchers[] = {
-      {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"}, {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"}, {"PMI_RANK", "PMI_SIZE"}};
+      {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
+      {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"},
+      {"PMI_RANK", "PMI_SIZE"}};
   for (const auto& [rank_name, world_name] : launchers) {
     const auto rank = variables.number(rank_name, 0);
     const auto world = variables.number(world_name, 1);
     TORCH_CHECK_VALUE(
-        !rank || !world || world->value != env.world_size || rank->value == env.rank, "[launch_environment] RANK=", env.rank,
-        " and WORLD_SIZE=", env.world_size, " contradict ", rank->shown(), " and ", world->shown(),
-        "; unset RANK and WORLD_SIZE, or start the ranks with torchrun");
+        !rank || !world || world->value != env.world_size || rank->value == env.rank,
+        "[launch_environment] RANK=", env.rank, " and WORLD_SIZE=", env.world_size, " contradict ", rank->shown(),
+        " and ", world->shown(), "; unset RANK and WORLD_SIZE, or start the ranks with torchrun");
   }
 }
 
@@ -246,7 +255,8 @@ LaunchEnvironment detect(const Variables& variables) {
     return from_open_mpi(variables);
   }
   // Slurm also sets SLURM_PROCID=0 and SLURM_NTASKS in the batch script itself, which is not a step of srun.
-  const bool batch_script = variables.has("SLURM_JOB_ID") && !variables.has("SLURM_STEP_ID") && !variables.has("SLURM_STEPID");
+  const bool batch_script =
+      variables.has("SLURM_JOB_ID") && !variables.has("SLURM_STEP_ID") && !variables.has("SLURM_STEPID");
   if (variables.has("SLURM_PROCID") && !batch_script) {
     return from_slurm(variables);
   }

@@ -95,8 +95,7 @@ void Health::wait(const std::function<bool(milliseconds)>& done_within, const Op
     if (done_within(kFirstWait)) {
       return;
     }
-    liveness_->wait(
-        [&] { return done_within(kSlice); }, name_of(operation.op), operation.unit, operation.watch_number);
+    liveness_->wait([&] { return done_within(kSlice); }, name_of(operation.op), operation.unit, operation.watch_number);
   } catch (const RankLostError& error) {
     break_group(error.rank(), message_of(error));
     throw;

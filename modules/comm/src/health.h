@@ -58,7 +58,8 @@ class Health {
   void close();
 
   /// wait() for destructors: gives up without a word where the group breaks.
-  void drain(const std::function<bool(std::chrono::milliseconds limit)>& done_within, const Operation& operation) noexcept;
+  void drain(
+      const std::function<bool(std::chrono::milliseconds limit)>& done_within, const Operation& operation) noexcept;
 
  private:
   const int own_rank_;

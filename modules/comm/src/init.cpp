@@ -36,8 +36,8 @@ void override_ms(const char* name, Ms& option) {
   std::int64_t value = 0;
   const auto [end, error] = std::from_chars(view.data(), view.data() + view.size(), value);
   TORCH_CHECK_VALUE(
-      error == std::errc() && end == view.data() + view.size() && value > 0,
-      "[init] ", name, " must be a whole number of milliseconds above 0, got '", text, "'; correct or unset it");
+      error == std::errc() && end == view.data() + view.size() && value > 0, "[init] ", name,
+      " must be a whole number of milliseconds above 0, got '", text, "'; correct or unset it");
   option = Ms(value);
 }
 
@@ -94,7 +94,8 @@ std::vector<std::string> store_addresses(const LaunchEnvironment& env) {
     auto named = named_address();
     TORCH_CHECK_VALUE(
         !named.empty(), "[init] MASTER_ADDR=", env.master_addr, " is ", addresses[0],
-        " on its own host, where ranks on other hosts cannot reach it; set MASTER_ADDR to an address, or GLOO_SOCKET_IFNAME");
+        " on its own host, where ranks on other hosts cannot reach it; set MASTER_ADDR to an address, or "
+        "GLOO_SOCKET_IFNAME");
     return {named};
   }
   return addresses;
@@ -124,8 +125,8 @@ Place find_place(const LaunchEnvironment& env, Clock::TimePoint deadline) {
   return place;
 }
 
-/// Runs `body` on a thread of its own, which is left behind when it does not end in time: a call of a store whose server
-/// is frozen hangs, whatever its timeout.
+/// Runs `body` on a thread of its own, which is left behind when it does not end in time: a call of a store whose
+/// server is frozen hangs, whatever its timeout.
 template <class Body>
 auto run_until(Clock::TimePoint limit, int log_rank, Body body) -> std::optional<decltype(body())> {
   std::packaged_task<decltype(body())()> task([log_rank, body = std::move(body)] {
@@ -191,12 +192,13 @@ std::shared_ptr<Communicator> init(const LaunchEnvironment& environment, const G
   override_ms("EBB_TIMEOUT_MS", options.timeout);
   if (env.world_size == 1) {
     return options.backend == "auto" || options.backend == "single"
-        ? single()
-        : connect(c10::make_intrusive<c10d::HashStore>(), 0, 1, options);
+               ? single()
+               : connect(c10::make_intrusive<c10d::HashStore>(), 0, 1, options);
   }
   options.address = own_address(env);
   const auto deadline = std::chrono::steady_clock::now() + options.timeout;
-  const auto place = run_until(deadline + kFrozenStore, env.rank, [env, deadline] { return find_place(env, deadline); });
+  const auto place =
+      run_until(deadline + kFrozenStore, env.rank, [env, deadline] { return find_place(env, deadline); });
   if (!place) {
     EBB_THROW(
         TimeoutError, "[init] the store at ", env.master_addr, ":", env.master_port,

@@ -75,7 +75,8 @@ std::vector<std::string> changed_environment(const std::vector<std::string>& cha
   for (char** entry = environ; *entry; ++entry) {
     const std::string_view old(*entry);
     const auto name = old.substr(0, old.find('=') + 1);
-    if (std::none_of(changes.begin(), changes.end(), [&](const std::string& change) { return change.starts_with(name); })) {
+    if (std::none_of(
+            changes.begin(), changes.end(), [&](const std::string& change) { return change.starts_with(name); })) {
       out.emplace_back(old);
     }
   }
@@ -103,9 +104,6 @@ pid_t spawn(const Spawn& spec) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != parent) {
     ::_exit(127); // the launcher ended before the line above
-  }
-  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGCHLD}) {
-    ::signal(signal, SIG_DFL);
   }
   ::signal(SIGPIPE, SIG_IGN);
   ::signal(SIGTTOU, SIG_IGN); // rank 0 may draw on a terminal from the background group that it is in

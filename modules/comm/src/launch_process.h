@@ -26,8 +26,8 @@ struct Spawn {
   int err = 2;
 };
 
-/// Starts a process in a process group of its own, with no signals blocked and the default action for all of them
-/// except SIGPIPE, which is ignored. It is killed (SIGKILL) when the calling thread ends.
+/// Starts a process in a process group of its own, with no signals blocked. SIGPIPE is ignored there, and so is what is
+/// ignored here. It is killed (SIGKILL) when the calling thread ends.
 /// @throws c10::Error when the system has no room for it.
 pid_t spawn(const Spawn& spec);
 

@@ -48,14 +48,16 @@ std::string Liveness::State::describe_known(int peer) const {
   const auto seen = seen_at[peer] ? ", last seen " + seconds_text(seconds_between(*seen_at[peer], now())) + " ago" : "";
   switch (beat.state) {
     case Beat::State::kLeft:
-      return name + " (left the group" + (beat.why.empty() ? "" : " " + beat.why) + ", last in " + beat.activity() + ")";
+      return name + " (left the group" + (beat.why.empty() ? "" : " " + beat.why) + ", last in " + beat.activity() +
+             ")";
     case Beat::State::kFailed:
       return name + " (failed: " + beat.why + ")";
     case Beat::State::kAlive:
       break;
   }
   const char* state = !store_error.empty() ? "(not watched, the store is gone"
-      : known.silence > 3 * std::chrono::nanoseconds(options.heartbeat) ? "(silent" : "(alive";
+                      : known.silence > 3 * std::chrono::nanoseconds(options.heartbeat) ? "(silent"
+                                                                                        : "(alive";
   return name + " " + state + seen + " in " + beat.activity() + ")";
 }
 
@@ -73,7 +75,8 @@ void Liveness::State::throw_lost(std::string_view op, std::string_view unit) con
                                    : "rank " + std::to_string(who) + " was lost";
   EBB_THROW_RANK_LOST(
       who, "[", op, "] ", subject, ": ", lost_why, ". Rank ", rank, " was in ", here(op, unit),
-      ". The group cannot be used any more; see the lost rank's own messages, and restart the job from its last checkpoint");
+      ". The group cannot be used any more; see the lost rank's own messages, and restart the job from its last "
+      "checkpoint");
 }
 
 Liveness::Liveness(
@@ -205,15 +208,18 @@ void Liveness::wait(
       if (state.lost >= 0) {
         state.throw_lost(op, unit);
       }
-      state.trouble = fmt::format("it waited for {} in {}; {}", seconds_text(seconds_between(began, now())), state.here(op, unit), who);
+      state.trouble = fmt::format(
+          "it waited for {} in {}; {}", seconds_text(seconds_between(began, now())), state.here(op, unit), who);
       EBB_THROW(
           TimeoutError, "[", op, "] rank ", state.rank, " waited ", seconds_text(seconds_between(began, now())), " in ",
-          state.here(op, unit), "; ", who, ". Check that all ranks make the same calls in the same order, or raise the timeout");
+          state.here(op, unit), "; ", who,
+          ". Check that all ranks make the same calls in the same order, or raise the timeout");
     }
     if (time > next_warning) {
       std::unique_lock lock(state.mutex);
       const auto text = fmt::format(
-          "waiting for {} in {}; {}", seconds_text(seconds_between(began, time)), state.here(op, unit), latecomers(lock));
+          "waiting for {} in {}; {}", seconds_text(seconds_between(began, time)), state.here(op, unit),
+          latecomers(lock));
       lock.unlock();
       log::warn("{}", text);
       warning_pause *= 2;
@@ -247,8 +253,9 @@ void Liveness::broken(std::string_view op, std::string_view unit, const std::str
   if (state.lost < 0 && left >= 0) {
     // The others must hear of it before this rank is gone as well, or they would blame this one.
     state.accusation = LossReport{
-        left, "it left the group, its last operation being " + state.watch.peer(left).beat->activity() + ", while rank " +
-            std::to_string(state.rank) + " was in " + where + "; check that all ranks make the same calls (" + cause + ")"};
+        left, "it left the group, its last operation being " + state.watch.peer(left).beat->activity() +
+                  ", while rank " + std::to_string(state.rank) + " was in " + where +
+                  "; check that all ranks make the same calls (" + cause + ")"};
     const auto wanted = ++state.words_wanted;
     state.wake.notify_all();
     state.changed.wait_for(lock, 1s, [&] { return state.words_said >= wanted || state.finished; });
@@ -262,8 +269,9 @@ void Liveness::broken(std::string_view op, std::string_view unit, const std::str
   state.trouble = "a connection of it broke in " + where + " (" + cause + ")";
   EBB_THROW_RANK_LOST(
       -1, "[", op, "] a connection broke (", cause, ") while rank ", state.rank, " was in ", where, "; ",
-      state.store_error.empty() ? std::string("all peers still give signs of life, so the network between them is to blame")
-                                : "the store is gone as well (" + state.store_error + "), so the lost peer is not known",
+      state.store_error.empty()
+          ? std::string("all peers still give signs of life, so the network between them is to blame")
+          : "the store is gone as well (" + state.store_error + "), so the lost peer is not known",
       ". The group cannot be used any more; restart the job from its last checkpoint");
 }
 

@@ -16,12 +16,13 @@ namespace ebb::comm {
 /// Methods may be called from any thread.
 class Liveness {
  public:
-  /// Called once, from a thread of this object, when a peer (or this rank itself, given up by the others) is found dead;
-  /// must not block and must not destroy the Liveness.
+  /// Called once, from a thread of this object, when a peer (or this rank itself, given up by the others) is found
+  /// dead; must not block and must not destroy the Liveness.
   using OnLost = std::function<void(int rank, const std::string& why)>;
 
   /// @param store  Of this group alone: all its ranks pass the same store or prefix, no other group does.
-  Liveness(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const GroupOptions& options, OnLost on_lost);
+  Liveness(
+      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const GroupOptions& options, OnLost on_lost);
   /// Says goodbye, so that peers do not take a normal end for a death. When an exception is under way it says that.
   ~Liveness();
   Liveness(const Liveness&) = delete;

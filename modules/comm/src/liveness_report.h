@@ -13,8 +13,8 @@ class Store;
 
 namespace ebb::comm {
 
-/// The key of a group's loss report, and what it holds while nobody is lost: it always exists, so that it can be read in
-/// one call with others.
+/// The key of a group's loss report, and what it holds while nobody is lost: it always exists, so that it can be read
+/// in one call with others.
 inline constexpr const char* kLostKey = "liveness/lost";
 inline constexpr const char* kNobodyLost = "-";
 
@@ -39,6 +39,6 @@ std::optional<int> store_host(const c10::intrusive_ptr<c10d::Store>& group);
 } // namespace ebb::comm
 
 /// EBB_THROW for RankLostError, which also carries the rank.
-#define EBB_THROW_RANK_LOST(rank, ...)                                                                            \
-  throw ::ebb::RankLostError(                                                                                     \
+#define EBB_THROW_RANK_LOST(rank, ...) \
+  throw ::ebb::RankLostError(          \
       ::c10::SourceLocation{__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, ::c10::str(__VA_ARGS__), (rank))

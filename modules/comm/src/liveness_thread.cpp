@@ -8,19 +8,20 @@
 namespace ebb::comm {
 
 // Note [Signs of life]
-// Every `heartbeat` each rank writes a counter and what it is doing, and reads those of a few peers (PeerWatch::kWatched)
-// and the group's one loss report: one set and one multiGet, whatever the size of the group. A peer whose counter stands
-// still for `dead_after` on the reader's clock is reported lost; clocks of two ranks are never compared. Everybody reads
-// the report one heartbeat later. Who reports what:
+// Every `heartbeat` each rank writes a counter and what it is doing, and reads those of a few peers
+// (PeerWatch::kWatched) and the group's one loss report: one set and one multiGet, whatever the size of the group. A
+// peer whose counter stands still for `dead_after` on the reader's clock is reported lost; clocks of two ranks are
+// never compared. Everybody reads the report one heartbeat later. Who reports what:
 // - a watcher, of a silent peer (stopped, frozen, unreachable, or killed where no launcher watches);
 // - the launcher, as soon as a local rank has ended with an error;
 // - a rank, of itself, when it fails.
 // A rank that is merely late beats on, so that it is never lost however long it computes.
 //
-// Only the heartbeat thread touches the store: a call hangs for as long as the store's server is frozen, whatever timeout
-// the client has, and must not hang the rank's work. Callers ask through State and wait with deadlines of their own.
-// Where a rank serves the store, its end or its stop is the store's too, and no report can be read. So the end of the
-// connection is that rank's loss, and so is, seen by a second thread, the guard, a call that hangs for `dead_after`.
+// Only the heartbeat thread touches the store: a call hangs for as long as the store's server is frozen, whatever
+// timeout the client has, and must not hang the rank's work. Callers ask through State and wait with deadlines of their
+// own. Where a rank serves the store, its end or its stop is the store's too, and no report can be read. So the end of
+// the connection is that rank's loss, and so is, seen by a second thread, the guard, a call that hangs for
+// `dead_after`.
 
 namespace {
 
@@ -147,7 +148,8 @@ void Liveness::State::round(std::unique_lock<std::mutex>& lock) {
   if (const auto silent = watch.silent(); silent && !found && lost < 0) {
     const LossReport report{
         silent->rank, fmt::format("no sign of life for {:.1f} s, last in ", silent->seconds) +
-            watch.peer(silent->rank).beat->activity() + " (stopped, killed, or its host or network is down)"};
+                          watch.peer(silent->rank).beat->activity() +
+                          " (stopped, killed, or its host or network is down)"};
     lock.unlock();
     found = report_loss(store, report);
     lock.lock();
@@ -181,7 +183,11 @@ void Liveness::State::guard() {
     hanging += elapsed;
     if (hanging > options.dead_after) {
       const double seconds = std::chrono::duration<double>(hanging).count();
-      adopt(lock, {*host, fmt::format("the store in its process has not answered for {:.1f} s (stopped, or its host or network is down)", seconds)});
+      adopt(
+          lock, {*host,
+                 fmt::format(
+                     "the store in its process has not answered for {:.1f} s (stopped, or its host or network is down)",
+                     seconds)});
     }
   }
 }
@@ -223,8 +229,8 @@ void Liveness::State::lose_store(std::unique_lock<std::mutex>& lock, const std::
   }
   if (!host || *host == rank) {
     log::warn(
-        "the store is gone ({}): peers are not watched any more, and no rank can join; the group itself goes on until a "
-        "connection breaks",
+        "the store is gone ({}): peers are not watched any more, and no rank can join; the group itself goes on until "
+        "a connection breaks",
         store_error);
     return;
   }

@@ -63,7 +63,11 @@ std::string Beat::activity() const {
 }
 
 PeerWatch::PeerWatch(int rank, int size, Duration heartbeat, Duration dead_after)
-    : rank_(rank), size_(size), heartbeat_(heartbeat), dead_after_(dead_after), peers_(static_cast<std::size_t>(size)) {}
+    : rank_(rank),
+      size_(size),
+      heartbeat_(heartbeat),
+      dead_after_(dead_after),
+      peers_(static_cast<std::size_t>(size)) {}
 
 std::vector<int> PeerWatch::watched() const {
   std::vector<int> ranks;

@@ -19,18 +19,20 @@ std::string list(const std::vector<std::string>& names) {
 } // namespace
 
 Mesh::Mesh(std::shared_ptr<Communicator> world) : world_(std::move(world)) {
-  TORCH_CHECK_VALUE(world_ != nullptr, "[Mesh] expected a communicator, got none; pass comm::init(...) or comm::single()");
+  TORCH_CHECK_VALUE(
+      world_ != nullptr, "[Mesh] expected a communicator, got none; pass comm::init(...) or comm::single()");
   axes_ = {"shard"};
   groups_ = {world_};
 }
 
 Mesh Mesh::replicate_by_shard(std::shared_ptr<Communicator> world, int replicate, int shard) {
   TORCH_CHECK_VALUE(
-      world != nullptr, "[Mesh::replicate_by_shard] expected a communicator, got none; pass comm::init(...) or comm::single()");
+      world != nullptr,
+      "[Mesh::replicate_by_shard] expected a communicator, got none; pass comm::init(...) or comm::single()");
   TORCH_CHECK_VALUE(
       replicate > 0 && shard > 0 && replicate * shard == world->size(),
-      "[Mesh::replicate_by_shard] replicate x shard must equal the number of ranks, got ", replicate, " x ", shard, " for ",
-      world->size(), " ranks; choose factors of ", world->size());
+      "[Mesh::replicate_by_shard] replicate x shard must equal the number of ranks, got ", replicate, " x ", shard,
+      " for ", world->size(), " ranks; choose factors of ", world->size());
   const int row = world->rank() / shard;
   const int column = world->rank() % shard;
   Mesh mesh;

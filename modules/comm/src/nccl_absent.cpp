@@ -9,12 +9,12 @@ CudaStatus cuda_status() {
 }
 
 std::shared_ptr<Communicator> connect_nccl(
-    const c10::intrusive_ptr<c10d::Store>& /*store*/, std::shared_ptr<Communicator> /*control*/, const GroupOptions& /*options*/,
-    std::shared_ptr<Health> /*health*/) {
+    const c10::intrusive_ptr<c10d::Store>& /*store*/, std::shared_ptr<Communicator> /*control*/,
+    const GroupOptions& /*options*/, std::shared_ptr<Health> /*health*/) {
   C10_THROW_ERROR(
       NotImplementedError,
-      "[connect] backend 'nccl' is not in this build; configure it with -DEBB_CUDA=ON and the full set of PyTorch wheels "
-      "(preset 'cuda'), or use backend 'gloo'");
+      "[connect] backend 'nccl' is not in this build; configure it with -DEBB_CUDA=ON and the full set of PyTorch "
+      "wheels (preset 'cuda'), or use backend 'gloo'");
 }
 
 } // namespace ebb::comm

@@ -11,8 +11,8 @@ constexpr std::size_t kMaxExchangeBytes = 1 << 20;
 
 void check_tensor(const at::Tensor& tensor, const char* what, Op op, c10::DeviceType device, std::string_view unit) {
   TORCH_CHECK_VALUE(
-      tensor.defined() && tensor.device().type() == device && tensor.is_contiguous(),
-      "[", name_of(op), "] unit '", unit, "': the ", what, " must be a contiguous tensor on ", device, ", got ",
+      tensor.defined() && tensor.device().type() == device && tensor.is_contiguous(), "[", name_of(op), "] unit '",
+      unit, "': the ", what, " must be a contiguous tensor on ", device, ", got ",
       !tensor.defined() ? std::string("an undefined tensor")
                         : c10::str(tensor.is_contiguous() ? "" : "a non-contiguous one on ", tensor.device()),
       "; pass tensor.contiguous() on that device");
@@ -20,12 +20,12 @@ void check_tensor(const at::Tensor& tensor, const char* what, Op op, c10::Device
 
 void check_divisor(const at::Tensor& tensor, double divisor, Op op, std::string_view unit) {
   TORCH_CHECK_VALUE(
-      can_combine(tensor.scalar_type()),
-      "[", name_of(op), "] unit '", unit, "': expected float, double, bfloat16, half, int or long, got ", tensor.scalar_type(),
+      can_combine(tensor.scalar_type()), "[", name_of(op), "] unit '", unit,
+      "': expected float, double, bfloat16, half, int or long, got ", tensor.scalar_type(),
       "; convert the tensor first");
   TORCH_CHECK_VALUE(
-      std::isfinite(divisor) && divisor != 0 && (divisor == 1 || tensor.is_floating_point()),
-      "[", name_of(op), "] unit '", unit, "': expected a finite divisor other than 0 (1 for integers), got ", divisor, " for ",
+      std::isfinite(divisor) && divisor != 0 && (divisor == 1 || tensor.is_floating_point()), "[", name_of(op),
+      "] unit '", unit, "': expected a finite divisor other than 0 (1 for integers), got ", divisor, " for ",
       tensor.scalar_type());
 }
 
@@ -60,7 +60,8 @@ std::int64_t Traffic::total_bytes_sent() const {
 std::shared_ptr<Communicator> Communicator::split(const std::vector<int>& /*ranks*/, const std::string& name) {
   C10_THROW_ERROR(
       NotImplementedError,
-      c10::str("[Mesh] backend ", capabilities().backend, " cannot split off the group ", name, "; use a mesh of one axis"));
+      c10::str(
+          "[Mesh] backend ", capabilities().backend, " cannot split off the group ", name, "; use a mesh of one axis"));
 }
 
 std::string describe(const Operation& operation) {
@@ -108,23 +109,25 @@ std::string OperationHeader::text() const {
   return text;
 }
 
-void check_all_gather(const at::Tensor& output, const at::Tensor& input, int size, c10::DeviceType device, std::string_view unit) {
+void check_all_gather(
+    const at::Tensor& output, const at::Tensor& input, int size, c10::DeviceType device, std::string_view unit) {
   check_tensor(input, "input", Op::kAllGather, device, unit);
   check_tensor(output, "output", Op::kAllGather, device, unit);
   TORCH_CHECK_VALUE(
-      output.scalar_type() == input.scalar_type() && output.numel() == input.numel() * size,
-      "[all_gather] unit '", unit, "': the output must hold ", size, " inputs (", input.numel() * size, " elements of ",
-      input.scalar_type(), "), got ", output.numel(), " of ", output.scalar_type());
+      output.scalar_type() == input.scalar_type() && output.numel() == input.numel() * size, "[all_gather] unit '",
+      unit, "': the output must hold ", size, " inputs (", input.numel() * size, " elements of ", input.scalar_type(),
+      "), got ", output.numel(), " of ", output.scalar_type());
 }
 
 void check_reduce_scatter(
-    const at::Tensor& output, const at::Tensor& input, double divisor, int size, c10::DeviceType device, std::string_view unit) {
+    const at::Tensor& output, const at::Tensor& input, double divisor, int size, c10::DeviceType device,
+    std::string_view unit) {
   check_tensor(input, "input", Op::kReduceScatter, device, unit);
   check_tensor(output, "output", Op::kReduceScatter, device, unit);
   TORCH_CHECK_VALUE(
-      output.scalar_type() == input.scalar_type() && output.numel() * size == input.numel(),
-      "[reduce_scatter] unit '", unit, "': the input must hold ", size, " outputs (", output.numel() * size, " elements of ",
-      output.scalar_type(), "), got ", input.numel(), " of ", input.scalar_type(), "; pad it to a multiple of ", size);
+      output.scalar_type() == input.scalar_type() && output.numel() * size == input.numel(), "[reduce_scatter] unit '",
+      unit, "': the input must hold ", size, " outputs (", output.numel() * size, " elements of ", output.scalar_type(),
+      "), got ", input.numel(), " of ", input.scalar_type(), "; pad it to a multiple of ", size);
   check_divisor(input, divisor, Op::kReduceScatter, unit);
 }
 

@@ -35,9 +35,11 @@ std::pair<std::int64_t, std::int64_t> all_reduce_chunk(std::int64_t count, int r
 std::int64_t all_reduce_bytes(std::int64_t count, std::int64_t element_bytes, int r, int size);
 
 // Argument checks shared by all backends; `size` is the group's. Each names the unit and says what to pass.
-void check_all_gather(const at::Tensor& output, const at::Tensor& input, int size, c10::DeviceType device, std::string_view unit);
+void check_all_gather(
+    const at::Tensor& output, const at::Tensor& input, int size, c10::DeviceType device, std::string_view unit);
 void check_reduce_scatter(
-    const at::Tensor& output, const at::Tensor& input, double divisor, int size, c10::DeviceType device, std::string_view unit);
+    const at::Tensor& output, const at::Tensor& input, double divisor, int size, c10::DeviceType device,
+    std::string_view unit);
 void check_all_reduce(const at::Tensor& tensor, double divisor, c10::DeviceType device, std::string_view unit);
 void check_broadcast(const at::Tensor& tensor, int root, int size, c10::DeviceType device, std::string_view unit);
 void check_exchange(const std::string& mine);

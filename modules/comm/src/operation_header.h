@@ -20,7 +20,8 @@ struct OperationHeader {
   OperationHeader() = default;
   explicit OperationHeader(const Operation& operation);
   bool agrees_with(const OperationHeader& other) const {
-    return number == other.number && bytes == other.bytes && op == other.op && dtype == other.dtype && detail == other.detail;
+    return number == other.number && bytes == other.bytes && op == other.op && dtype == other.dtype &&
+           detail == other.detail;
   }
   /// "all_gather of unit 'layers.3', 4096 bytes of Float"
   std::string text() const;

@@ -171,7 +171,8 @@ bool can_combine(c10::ScalarType dtype) {
 }
 
 void combine_in_order(
-    void* out, const void* const* sources, int num_sources, std::size_t count, c10::ScalarType dtype, ReduceOp op, double divisor) {
+    void* out, const void* const* sources, int num_sources, std::size_t count, c10::ScalarType dtype, ReduceOp op,
+    double divisor) {
   switch (dtype) {
     case c10::ScalarType::Float:
       return combine<float>(out, sources, num_sources, count, op, divisor);

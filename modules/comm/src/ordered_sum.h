@@ -15,6 +15,7 @@ bool can_combine(c10::ScalarType dtype);
 /// bits as adding whole tensors one after the other and dividing once. Half types are added in float and rounded once.
 /// NaN wins a maximum. `out` may be one of the sources; else nothing may overlap. Integers need a divisor of 1.
 void combine_in_order(
-    void* out, const void* const* sources, int num_sources, std::size_t count, c10::ScalarType dtype, ReduceOp op, double divisor);
+    void* out, const void* const* sources, int num_sources, std::size_t count, c10::ScalarType dtype, ReduceOp op,
+    double divisor);
 
 } // namespace ebb::comm

@@ -101,7 +101,8 @@ void PeerCommunicator::count(Op op, std::int64_t bytes) {
   traffic_.bytes_sent[static_cast<std::size_t>(op)] += bytes;
 }
 
-std::unique_ptr<Work> PeerCommunicator::all_gather(const at::Tensor& output, const at::Tensor& input, std::string_view unit) {
+std::unique_ptr<Work> PeerCommunicator::all_gather(
+    const at::Tensor& output, const at::Tensor& input, std::string_view unit) {
   check_all_gather(output, input, size(), c10::kCPU, unit);
   const auto bytes = static_cast<std::int64_t>(input.nbytes());
   auto operation = begin(Op::kAllGather, unit, input.scalar_type(), bytes, 0);

@@ -22,7 +22,8 @@ class PeerCommunicator final : public Communicator {
   std::unique_ptr<Work> all_gather(const at::Tensor& output, const at::Tensor& input, std::string_view unit) override;
   std::unique_ptr<Work> reduce_scatter(
       const at::Tensor& output, const at::Tensor& input, double divisor, std::string_view unit) override;
-  std::unique_ptr<Work> all_reduce(const at::Tensor& tensor, ReduceOp op, double divisor, std::string_view unit) override;
+  std::unique_ptr<Work> all_reduce(
+      const at::Tensor& tensor, ReduceOp op, double divisor, std::string_view unit) override;
   std::unique_ptr<Work> broadcast(const at::Tensor& tensor, int root, std::string_view unit) override;
   void barrier() override;
   std::vector<std::string> exchange(const std::string& mine) override;

@@ -151,11 +151,10 @@ void PeerGroup::wait_until(const std::function<bool()>& done, const Operation& o
         next_check = SteadyClock::now() + kBetweenProcessChecks;
       }
       const auto longest = std::min<SteadyClock::duration>(kLongestSleep, began + limit - now);
-      memory_->sleep(
-          static_cast<int>(std::chrono::duration_cast<microseconds>(longest).count()) + 1, [&] {
-            const std::lock_guard lock(mutex_);
-            return advance_others() || done() || health_->broken();
-          });
+      memory_->sleep(static_cast<int>(std::chrono::duration_cast<microseconds>(longest).count()) + 1, [&] {
+        const std::lock_guard lock(mutex_);
+        return advance_others() || done() || health_->broken();
+      });
     }
   };
   health_->wait(done_within, operation);
@@ -278,7 +277,8 @@ void PeerGroup::read(const PeerOperation& op, int peer, std::int64_t offset, voi
   if (theirs.address == 0) {
     std::memcpy(to, theirs.inline_bytes + offset, static_cast<std::size_t>(bytes));
   } else {
-    good = memory_->read(peer, theirs.address + static_cast<std::uint64_t>(offset), to, static_cast<std::size_t>(bytes));
+    good =
+        memory_->read(peer, theirs.address + static_cast<std::uint64_t>(offset), to, static_cast<std::size_t>(bytes));
   }
   const int error = errno;
   if (good && memory_->block(peer).state.load() == RankState::kHere) {
@@ -287,7 +287,8 @@ void PeerGroup::read(const PeerOperation& op, int peer, std::int64_t offset, voi
   check_peers(op);
   if (!health_->broken()) {
     health_->break_group(
-        peer, memory_->alive(peer) ? c10::str("its memory cannot be read: ", std::strerror(error)) : "its process has ended");
+        peer,
+        memory_->alive(peer) ? c10::str("its memory cannot be read: ", std::strerror(error)) : "its process has ended");
   }
   health_->throw_broken(op.info);
 }
@@ -350,7 +351,8 @@ void PeerGroup::reduce_range(PeerOperation& op, std::int64_t begin, std::int64_t
       }
     }
     combine_in_order(
-        output + done, sources_.data(), size_, static_cast<std::size_t>(now / width), op.info.dtype, reduce, op.divisor);
+        output + done, sources_.data(), size_, static_cast<std::size_t>(now / width), op.info.dtype, reduce,
+        op.divisor);
   }
 }
 
@@ -416,7 +418,8 @@ void PeerGroup::check_peers(const PeerOperation& op) {
     if (state == RankState::kFailed) {
       const bool by_itself = block.cause < 0 || block.cause >= size_ || block.cause == peer;
       health_->break_group(by_itself ? peer : block.cause, block.why);
-    } else if (state == RankState::kLeft && slot(peer, op).posted.load(std::memory_order_acquire) != op.info.number + 1) {
+    } else if (
+        state == RankState::kLeft && slot(peer, op).posted.load(std::memory_order_acquire) != op.info.number + 1) {
       health_->break_group(peer, "it left the group without making this call; all ranks must make the same calls");
     }
   }

@@ -2,13 +2,13 @@
 
 #include <c10/util/Exception.h>
 
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -35,8 +35,8 @@ std::string host_text() {
   ::stat("/proc/self/ns/pid", &pid_namespace);
   ::stat("/proc/self/ns/user", &user_namespace);
   std::ostringstream text;
-  text << first_line("/proc/sys/kernel/random/boot_id") << '/' << pid_namespace.st_ino << '/' << user_namespace.st_ino << '/'
-       << ::geteuid();
+  text << first_line("/proc/sys/kernel/random/boot_id") << '/' << pid_namespace.st_ino << '/' << user_namespace.st_ino
+       << '/' << ::geteuid();
   return text.str();
 }
 

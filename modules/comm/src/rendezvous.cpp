@@ -122,7 +122,8 @@ StorePtr connect_store(const std::string& host, int port, Clock::TimePoint deadl
     EBB_THROW(
         TimeoutError, "[init] no store answers at ", host, ":", port, " after ",
         seconds_between(start, std::chrono::steady_clock::now()),
-        " s; check that rank 0 was started, that its host is reachable under this name and that the port is not blocked");
+        " s; check that rank 0 was started, that its host is reachable under this name and that the port is not "
+        "blocked");
   }
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(port);
@@ -140,7 +141,8 @@ StorePtr enter_job(
     const StorePtr& store, const std::string& token, const std::string& attempt, Clock::TimePoint deadline) {
   const auto key = job_key(attempt);
   if (!poll_until(deadline, [&] { return store->check({key}); })) {
-    EBB_THROW(TimeoutError, "[init] the store answers, but rank 0 has not opened the job; check that rank 0 was started");
+    EBB_THROW(
+        TimeoutError, "[init] the store answers, but rank 0 has not opened the job; check that rank 0 was started");
   }
   std::istringstream in(store->get_to_str(key));
   std::string nonce;
@@ -148,8 +150,9 @@ StorePtr enter_job(
   in >> nonce >> proof;
   TORCH_CHECK_VALUE(
       proof == keyed_hash(token, "job " + nonce),
-      "[init] refused: the job at this address has another token than this process; the port belongs to another job, or "
-      "EBB_TOKEN differs. Start all ranks by the same launcher, or with the same EBB_TOKEN, and give each job a port of its own");
+      "[init] refused: the job at this address has another token than this process; the port belongs to another job, "
+      "or EBB_TOKEN differs. Start all ranks by the same launcher, or with the same EBB_TOKEN, and give each job a "
+      "port of its own");
   return c10::make_intrusive<c10d::PrefixStore>("ebb/" + attempt + "/" + keyed_hash(token, "keys " + nonce), store);
 }
 
@@ -182,8 +185,8 @@ StorePtr join_job(const StorePtr& job, int rank, int size, bool hosts_store, Clo
   });
   if (!full) {
     EBB_THROW(
-        TimeoutError, "[init] rank ", rank, " waited ", seconds_between(start, std::chrono::steady_clock::now()), " s for ",
-        size, " ranks; ", missing_ranks(*job, size, generation),
+        TimeoutError, "[init] rank ", rank, " waited ", seconds_between(start, std::chrono::steady_clock::now()),
+        " s for ", size, " ranks; ", missing_ranks(*job, size, generation),
         " did not join. Check that they were started and can reach the store");
   }
   return group;
@@ -210,8 +213,8 @@ void wait_for_others_to_leave(const StorePtr& group, int size, std::chrono::mill
   });
   if (!all) {
     log::warn(
-        "rank 0 ends, and with it the store, while others still use it: {} of {} ranks have left", group->add("left", 0) + 1,
-        size);
+        "rank 0 ends, and with it the store, while others still use it: {} of {} ranks have left",
+        group->add("left", 0) + 1, size);
   }
 }
 

@@ -52,8 +52,8 @@ StorePtr enter_job(
 /// @param job         What enter_job() returned.
 /// @param hosts_store This process serves the store: its end is the store's.
 /// @return            The group's part of the store.
-/// @throws ValueError when another process has this rank; TimeoutError with the missing ranks; RankLostError when one has
-///   already ended.
+/// @throws ValueError when another process has this rank; TimeoutError with the missing ranks; RankLostError when
+///   one has already ended.
 StorePtr join_job(const StorePtr& job, int rank, int size, bool hosts_store, Clock::TimePoint deadline);
 
 /// Tells the job's ranks that `rank` has ended: those that wait for it to join and, when it failed, those of the newest

@@ -154,7 +154,8 @@ std::string wait_for_server(const std::string& host, int port, Clock::TimePoint 
   for (auto pause = 10ms;; pause = std::min(2 * pause, 500ms)) {
     const auto list = resolve(host, port, 0);
     for (const addrinfo* item = list.get(); item; item = item->ai_next) {
-      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+      const auto left =
+          std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
       if (answers(item, static_cast<int>(std::clamp<std::int64_t>(left.count(), 1, 3000)))) {
         return numeric(item->ai_addr);
       }

@@ -23,7 +23,8 @@ class DoneWork final : public Work {
 class SingleCommunicator final : public Communicator {
  public:
   SingleCommunicator() : Communicator(0, 1) {
-    capabilities_ = {.backend = "single", .all_gather = "copy", .reduce_scatter = "copy", .cpu = true, .cuda = true, .lacks = {}};
+    capabilities_ = {
+        .backend = "single", .all_gather = "copy", .reduce_scatter = "copy", .cpu = true, .cuda = true, .lacks = {}};
   }
 
   const Capabilities& capabilities() const override {
@@ -51,7 +52,8 @@ class SingleCommunicator final : public Communicator {
     return std::make_unique<DoneWork>();
   }
 
-  std::unique_ptr<Work> all_reduce(const at::Tensor& tensor, ReduceOp op, double divisor, std::string_view unit) override {
+  std::unique_ptr<Work> all_reduce(
+      const at::Tensor& tensor, ReduceOp op, double divisor, std::string_view unit) override {
     check_all_reduce(tensor, divisor, device_of(tensor), unit);
     count(Op::kAllReduce);
     if (divisor != 1) {
@@ -111,7 +113,8 @@ class SingleCommunicator final : public Communicator {
     }
     const void* source = input.const_data_ptr();
     combine_in_order(
-        output.mutable_data_ptr(), &source, 1, static_cast<std::size_t>(input.numel()), input.scalar_type(), op, divisor);
+        output.mutable_data_ptr(), &source, 1, static_cast<std::size_t>(input.numel()), input.scalar_type(), op,
+        divisor);
   }
 
   Capabilities capabilities_;

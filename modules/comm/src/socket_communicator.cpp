@@ -17,7 +17,8 @@ enum Phase { kHeader = 0, kFirst = 1, kSecond = 2 };
 // Distinct for the operations in flight and their phases. The bytes are mixed in so that transfers of ranks that
 // disagree never meet: Gloo ends the process where a message is longer than its receiver expects.
 int tag_of(const Operation& operation, Phase phase) {
-  std::uint64_t mixed = phase == kHeader ? 0 : static_cast<std::uint64_t>(operation.bytes) * 6 + static_cast<std::uint64_t>(operation.op);
+  std::uint64_t mixed =
+      phase == kHeader ? 0 : static_cast<std::uint64_t>(operation.bytes) * 6 + static_cast<std::uint64_t>(operation.op);
   mixed *= 0x9E3779B97F4A7C15ULL;
   return static_cast<int>((operation.number & 0xffff) << 15 | static_cast<std::uint64_t>(phase) << 13 | mixed >> 51);
 }
@@ -92,7 +93,13 @@ SocketCommunicator::OperationPtr SocketCommunicator::begin(
     Op op, std::string_view unit, c10::ScalarType dtype, std::int64_t bytes, int detail) {
   auto operation = std::make_shared<SocketOperation>();
   operation->info = {
-      .op = op, .unit = std::string(unit), .step = step_, .number = next_number_, .dtype = dtype, .bytes = bytes, .detail = detail};
+      .op = op,
+      .unit = std::string(unit),
+      .step = step_,
+      .number = next_number_,
+      .dtype = dtype,
+      .bytes = bytes,
+      .detail = detail};
   health_->begin(operation->info);
   ++next_number_;
   operation->header = OperationHeader(operation->info);
@@ -102,21 +109,23 @@ SocketCommunicator::OperationPtr SocketCommunicator::begin(
 
 void SocketCommunicator::send(SocketOperation& operation, const char* data, std::int64_t bytes, int peer, int phase) {
   if (bytes > 0) {
-    operation.sends.push_back(
-        transport_->send(data, static_cast<std::size_t>(bytes), peer, tag_of(operation.info, static_cast<Phase>(phase))));
+    operation.sends.push_back(transport_->send(
+        data, static_cast<std::size_t>(bytes), peer, tag_of(operation.info, static_cast<Phase>(phase))));
   }
 }
 
 void SocketCommunicator::receive(
-    SocketOperation& operation, std::vector<SocketTransport::Handle>& handles, char* data, std::int64_t bytes, int peer, int phase) {
+    SocketOperation& operation, std::vector<SocketTransport::Handle>& handles, char* data, std::int64_t bytes, int peer,
+    int phase) {
   if (bytes > 0) {
-    handles.push_back(
-        transport_->receive(data, static_cast<std::size_t>(bytes), peer, tag_of(operation.info, static_cast<Phase>(phase))));
+    handles.push_back(transport_->receive(
+        data, static_cast<std::size_t>(bytes), peer, tag_of(operation.info, static_cast<Phase>(phase))));
   }
 }
 
 // Starts the transfers of `operation` and hands it to the group's thread.
-std::unique_ptr<Work> SocketCommunicator::submit(OperationPtr operation, const std::function<void(SocketOperation&)>& post) {
+std::unique_ptr<Work> SocketCommunicator::submit(
+    OperationPtr operation, const std::function<void(SocketOperation&)>& post) {
   try {
     auto& op = *operation;
     for (int i = 1; i < size(); ++i) {
@@ -222,7 +231,8 @@ void SocketCommunicator::gather(SocketOperation& op, char* output, const char* i
   }
 }
 
-std::unique_ptr<Work> SocketCommunicator::all_gather(const at::Tensor& output, const at::Tensor& input, std::string_view unit) {
+std::unique_ptr<Work> SocketCommunicator::all_gather(
+    const at::Tensor& output, const at::Tensor& input, std::string_view unit) {
   check_all_gather(output, input, size(), c10::kCPU, unit);
   const auto bytes = static_cast<std::int64_t>(input.nbytes());
   auto operation = begin(Op::kAllGather, unit, input.scalar_type(), bytes, 0);
@@ -252,7 +262,8 @@ std::unique_ptr<Work> SocketCommunicator::reduce_scatter(
 
 // Sends each peer its chunk of `from` and receives theirs of this rank's chunk; the sources of the sum, in rank order.
 std::vector<const void*> SocketCommunicator::exchange_chunks(
-    SocketOperation& op, const char* from, const std::function<std::pair<std::int64_t, std::int64_t>(int rank)>& chunk) {
+    SocketOperation& op, const char* from,
+    const std::function<std::pair<std::int64_t, std::int64_t>(int rank)>& chunk) {
   const auto [begin, end] = chunk(rank());
   const auto bytes = end - begin;
   op.scratch = scratch_.take(static_cast<std::size_t>(bytes * (size() - 1)));

@@ -34,7 +34,8 @@ class SocketCommunicator final : public Communicator {
   std::unique_ptr<Work> all_gather(const at::Tensor& output, const at::Tensor& input, std::string_view unit) override;
   std::unique_ptr<Work> reduce_scatter(
       const at::Tensor& output, const at::Tensor& input, double divisor, std::string_view unit) override;
-  std::unique_ptr<Work> all_reduce(const at::Tensor& tensor, ReduceOp op, double divisor, std::string_view unit) override;
+  std::unique_ptr<Work> all_reduce(
+      const at::Tensor& tensor, ReduceOp op, double divisor, std::string_view unit) override;
   std::unique_ptr<Work> broadcast(const at::Tensor& tensor, int root, std::string_view unit) override;
   void barrier() override;
   std::vector<std::string> exchange(const std::string& mine) override;
@@ -54,10 +55,12 @@ class SocketCommunicator final : public Communicator {
   std::unique_ptr<Work> submit(OperationPtr operation, const std::function<void(SocketOperation&)>& post);
   void send(SocketOperation& operation, const char* data, std::int64_t bytes, int peer, int phase);
   void receive(
-      SocketOperation& operation, std::vector<SocketTransport::Handle>& handles, char* data, std::int64_t bytes, int peer, int phase);
+      SocketOperation& operation, std::vector<SocketTransport::Handle>& handles, char* data, std::int64_t bytes,
+      int peer, int phase);
   void gather(SocketOperation& operation, char* output, const char* input, std::int64_t bytes);
   std::vector<const void*> exchange_chunks(
-      SocketOperation& operation, const char* from, const std::function<std::pair<std::int64_t, std::int64_t>(int rank)>& chunk);
+      SocketOperation& operation, const char* from,
+      const std::function<std::pair<std::int64_t, std::int64_t>(int rank)>& chunk);
   void run_operations();
   void run(const OperationPtr& operation);
   void count(Op op, std::int64_t bytes);

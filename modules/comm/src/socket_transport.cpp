@@ -135,7 +135,8 @@ class SocketTransport::Group {
   c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo;
 };
 
-SocketTransport::SocketTransport(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const std::string& host)
+SocketTransport::SocketTransport(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const std::string& host)
     : group_(std::make_unique<Group>()) {
   auto [device, address] = make_listening_device(host);
   const auto key = [](int r) { return "device/" + std::to_string(r); };
@@ -157,7 +158,8 @@ SocketTransport::SocketTransport(const c10::intrusive_ptr<c10d::Store>& store, i
   std::vector<at::Tensor> proof{at::ones({1}, at::kInt)};
   group_->gloo->allreduce(proof)->wait();
   TORCH_CHECK(
-      proof[0].item<int>() == size, "[connect] the first all-reduce over ", size, " ranks counted ", proof[0].item<int>());
+      proof[0].item<int>() == size, "[connect] the first all-reduce over ", size, " ranks counted ",
+      proof[0].item<int>());
   group_->gloo->setTimeout(kRunningTimeout);
 }
 
@@ -172,7 +174,8 @@ SocketTransport::Handle SocketTransport::send(const void* data, std::size_t byte
 }
 
 SocketTransport::Handle SocketTransport::receive(void* data, std::size_t bytes, int peer, int tag) {
-  std::vector<at::Tensor> tensors{at::from_blob(data, {static_cast<std::int64_t>(bytes)}, at::TensorOptions(at::kByte))};
+  std::vector<at::Tensor> tensors{
+      at::from_blob(data, {static_cast<std::int64_t>(bytes)}, at::TensorOptions(at::kByte))};
   const std::lock_guard lock(mutex_);
   return group_->gloo->recv(tensors, peer, tag);
 }

@@ -17,11 +17,10 @@ std::shared_ptr<Communicator> Subgroups::split(
     times = splits_[name]++;
   }
   const auto prefix = "split/" + name + "/" + std::to_string(times);
-  auto group = ranks.size() == 1
-      ? single()
-      : connect(
-            c10::make_intrusive<c10d::PrefixStore>(prefix, store), static_cast<int>(self - ranks.begin()),
-            static_cast<int>(ranks.size()), options);
+  auto group = ranks.size() == 1 ? single()
+                                 : connect(
+                                       c10::make_intrusive<c10d::PrefixStore>(prefix, store),
+                                       static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size()), options);
   const std::lock_guard lock(mutex_);
   groups_.push_back(group);
   return group;

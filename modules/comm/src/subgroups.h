@@ -15,8 +15,8 @@ class Subgroups {
  public:
   /// A group of `ranks`, which rendezvous under a prefix of the parent's store.
   std::shared_ptr<Communicator> split(
-      const c10::intrusive_ptr<c10d::Store>& store, int own_rank, const std::vector<int>& ranks, const std::string& name,
-      const GroupOptions& options);
+      const c10::intrusive_ptr<c10d::Store>& store, int own_rank, const std::vector<int>& ranks,
+      const std::string& name, const GroupOptions& options);
   void abort() noexcept;
 
  private:

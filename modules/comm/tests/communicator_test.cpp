@@ -7,9 +7,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <c10/util/ScopeExit.h>
 #include <torch/torch.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <barrier>
 #include <cmath>
@@ -34,11 +34,13 @@ class Collectives : public ::testing::TestWithParam<Case> {
   }
   GroupOptions options() const {
     return {
-        .timeout = std::chrono::seconds(60), .heartbeat = std::chrono::milliseconds(100),
+        .timeout = std::chrono::seconds(60),
+        .heartbeat = std::chrono::milliseconds(100),
         .same_host_reads = GetParam().same_host_reads};
   }
   void on_ranks(const std::function<void(Communicator&)>& body) const {
-    test::spawn_ranks(size(), [&](const std::shared_ptr<Communicator>& group) { body(*group); }, options());
+    test::spawn_ranks(
+        size(), [&](const std::shared_ptr<Communicator>& group) { body(*group); }, options());
   }
 };
 
@@ -47,8 +49,7 @@ std::string name_of_case(const ::testing::TestParamInfo<Case>& info) {
 }
 
 INSTANTIATE_TEST_SUITE_P(
-    All,
-    Collectives,
+    All, Collectives,
     ::testing::Values(
         Case{1, false}, Case{2, false}, Case{3, false}, Case{4, false}, Case{2, true}, Case{3, true}, Case{4, true}),
     name_of_case);
@@ -224,7 +225,8 @@ TEST_P(Collectives, ManyOperationsInFlightEndInAnyOrderOfWaiting) {
     const std::int64_t count = 5003;
     std::vector<Flight> flights;
     for (int i = 0; i < 12; ++i) {
-      Flight flight{at::empty({count * size()}), at::empty({count}), values(group.rank(), count, at::kFloat, i + 100), {}};
+      Flight flight{
+          at::empty({count * size()}), at::empty({count}), values(group.rank(), count, at::kFloat, i + 100), {}};
       flight.works.push_back(group.all_gather(flight.gathered, values(group.rank(), count, at::kFloat, i), "gather"));
       flight.works.push_back(
           group.reduce_scatter(flight.reduced, values(group.rank(), count * size(), at::kFloat, i), 1, "reduce"));
@@ -361,7 +363,6 @@ TEST_P(Collectives, WrongArgumentsAreRefusedBeforeAnythingIsSent) {
   });
 }
 
-
 // Runs `body` at every rank and returns what each ended with; "" for a normal end.
 std::vector<std::string> endings(
     int size, const GroupOptions& options, const std::function<void(const std::shared_ptr<Communicator>&)>& body) {
@@ -465,8 +466,10 @@ TEST_P(Collectives, DifferentSizesAreAnErrorThatStatesBoth) {
     });
     for (int rank = 0; rank < 2; ++rank) {
       EXPECT_THAT(texts[rank], HasSubstr("differs between ranks")) << texts[rank];
-      EXPECT_THAT(texts[rank], HasSubstr("all_gather of unit 'even', " + std::to_string(count * 4) + " bytes of Float"));
-      EXPECT_THAT(texts[rank], HasSubstr("all_gather of unit 'odd', " + std::to_string(count * 4 + 4) + " bytes of Float"));
+      EXPECT_THAT(
+          texts[rank], HasSubstr("all_gather of unit 'even', " + std::to_string(count * 4) + " bytes of Float"));
+      EXPECT_THAT(
+          texts[rank], HasSubstr("all_gather of unit 'odd', " + std::to_string(count * 4 + 4) + " bytes of Float"));
     }
   }
 }
@@ -487,7 +490,8 @@ TEST_P(Collectives, DifferentOperationsAreAnErrorThatStatesBoth) {
   });
   for (const auto& text : texts) {
     EXPECT_THAT(text, HasSubstr("all_gather of unit 'here', 4000 bytes of Float"));
-    EXPECT_THAT(text, HasSubstr("reduce_scatter of unit 'there', " + std::to_string(4000 * size()) + " bytes of Float"));
+    EXPECT_THAT(
+        text, HasSubstr("reduce_scatter of unit 'there', " + std::to_string(4000 * size()) + " bytes of Float"));
   }
 }
 

@@ -38,18 +38,27 @@ Settings with(Settings settings, const Settings& changes) {
 }
 
 const Settings kEbb{
-    {"EBB_RANK", "2"},         {"EBB_WORLD_SIZE", "4"},   {"EBB_LOCAL_RANK", "2"}, {"EBB_LOCAL_WORLD_SIZE", "4"},
-    {"EBB_MASTER_PORT", "40001"}, {"EBB_TOKEN", "secret"}};
-const Settings kTorchrun{
-    {"RANK", "5"},           {"WORLD_SIZE", "8"},     {"LOCAL_RANK", "1"},
-    {"LOCAL_WORLD_SIZE", "4"}, {"MASTER_ADDR", "node7"}, {"MASTER_PORT", "29500"}};
-const Settings kSrun{
-    {"SLURM_PROCID", "5"},        {"SLURM_NTASKS", "7"},  {"SLURM_LOCALID", "1"},
-    {"SLURM_STEP_ID", "0"},       {"SLURM_JOB_ID", "42"}, {"SLURM_TASKS_PER_NODE", "4,3"},
-    {"SLURM_NODEID", "1"},        {"SLURM_NNODES", "2"},  {"SLURM_JOB_NODELIST", "gpu[07-08]"}};
+    {"EBB_RANK", "2"},
+    {"EBB_WORLD_SIZE", "4"},
+    {"EBB_LOCAL_RANK", "2"},
+    {"EBB_LOCAL_WORLD_SIZE", "4"},
+    {"EBB_MASTER_PORT", "40001"},
+    {"EBB_TOKEN", "secret"}};
+const Settings kTorchrun{{"RANK", "5"},
+                         {"WORLD_SIZE", "8"},
+                         {"LOCAL_RANK", "1"},
+                         {"LOCAL_WORLD_SIZE", "4"},
+                         {"MASTER_ADDR", "node7"},
+                         {"MASTER_PORT", "29500"}};
+const Settings kSrun{{"SLURM_PROCID", "5"},  {"SLURM_NTASKS", "7"},  {"SLURM_LOCALID", "1"},
+                     {"SLURM_STEP_ID", "0"}, {"SLURM_JOB_ID", "42"}, {"SLURM_TASKS_PER_NODE", "4,3"},
+                     {"SLURM_NODEID", "1"},  {"SLURM_NNODES", "2"},  {"SLURM_JOB_NODELIST", "gpu[07-08]"}};
 const Settings kOpenMpi{
-    {"OMPI_COMM_WORLD_RANK", "1"},       {"OMPI_COMM_WORLD_SIZE", "2"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
-    {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}, {"PMIX_NAMESPACE", "prterun-a-1@1"}};
+    {"OMPI_COMM_WORLD_RANK", "1"},
+    {"OMPI_COMM_WORLD_SIZE", "2"},
+    {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+    {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+    {"PMIX_NAMESPACE", "prterun-a-1@1"}};
 
 TEST(LaunchEnvironment, IsAWorldOfOneWhenNothingIsSet) {
   const auto env = read({});
@@ -86,8 +95,9 @@ TEST(LaunchEnvironment, ReadsTorchrun) {
 
 TEST(LaunchEnvironment, KnowsTheStoreOfTorchrunsAgent) {
   const auto env = read(with(
-      kTorchrun,
-      {{"TORCHELASTIC_USE_AGENT_STORE", "True"}, {"TORCHELASTIC_RUN_ID", "run-9"}, {"TORCHELASTIC_RESTART_COUNT", "3"}}));
+      kTorchrun, {{"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                  {"TORCHELASTIC_RUN_ID", "run-9"},
+                  {"TORCHELASTIC_RESTART_COUNT", "3"}}));
   EXPECT_TRUE(env.store_is_up);
   EXPECT_EQ(env.token, "run-9");
   EXPECT_EQ(env.attempt, "3");
@@ -115,15 +125,21 @@ TEST(LaunchEnvironment, DerivesOnePortForAllRanksOfASlurmStep) {
   const auto port = read(kSrun).master_port;
   EXPECT_GE(port, 12000);
   EXPECT_LT(port, 32000);
-  EXPECT_EQ(read(with(kSrun, {{"SLURM_PROCID", "0"}, {"SLURM_LOCALID", "0"}, {"SLURM_NODEID", "0"}})).master_port, port);
+  EXPECT_EQ(
+      read(with(kSrun, {{"SLURM_PROCID", "0"}, {"SLURM_LOCALID", "0"}, {"SLURM_NODEID", "0"}})).master_port, port);
   EXPECT_NE(read(with(kSrun, {{"SLURM_STEP_ID", "1"}})).master_port, port);
   EXPECT_EQ(read(with(kSrun, {{"MASTER_PORT", "1234"}, {"MASTER_ADDR", "other"}})).master_port, 1234);
   EXPECT_EQ(read(with(kSrun, {{"MASTER_ADDR", "other"}})).master_addr, "other");
 }
 
 TEST(LaunchEnvironment, TakesAnSrunOfOneNodeAsLocal) {
-  const auto env = read({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_LOCALID", "1"}, {"SLURM_NNODES", "1"},
-                         {"SLURM_JOB_ID", "42"}, {"SLURM_STEP_ID", "0"}});
+  const auto env = read(
+      {{"SLURM_PROCID", "1"},
+       {"SLURM_NTASKS", "2"},
+       {"SLURM_LOCALID", "1"},
+       {"SLURM_NNODES", "1"},
+       {"SLURM_JOB_ID", "42"},
+       {"SLURM_STEP_ID", "0"}});
   EXPECT_EQ(env.master_addr, "127.0.0.1");
   EXPECT_EQ(env.local_world_size, 2);
 }
@@ -143,7 +159,9 @@ TEST(LaunchEnvironment, ReadsOpenMpiOnOneHost) {
   EXPECT_EQ(env.local_rank, 1);
   EXPECT_EQ(env.local_world_size, 2);
   EXPECT_EQ(env.master_addr, "127.0.0.1");
-  EXPECT_EQ(env.master_port, read(with(kOpenMpi, {{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "0"}})).master_port);
+  EXPECT_EQ(
+      env.master_port,
+      read(with(kOpenMpi, {{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "0"}})).master_port);
 }
 
 TEST(LaunchEnvironment, AsksForTheMasterOfOpenMpiOnSeveralHosts) {
@@ -181,14 +199,16 @@ TEST(LaunchEnvironment, RefusesWhatIsNotANumberAndNamesIt) {
     EXPECT_THAT(error_of(with(kTorchrun, {{"RANK", bad}})), AllOf(HasSubstr("RANK"), HasSubstr(bad))) << bad;
   }
   EXPECT_THAT(error_of(with(kSrun, {{"SLURM_LOCALID", "one"}})), AllOf(HasSubstr("SLURM_LOCALID"), HasSubstr("one")));
-  EXPECT_THAT(error_of(with(kTorchrun, {{"MASTER_PORT", "70000"}})), AllOf(HasSubstr("MASTER_PORT"), HasSubstr("70000")));
+  EXPECT_THAT(
+      error_of(with(kTorchrun, {{"MASTER_PORT", "70000"}})), AllOf(HasSubstr("MASTER_PORT"), HasSubstr("70000")));
   EXPECT_THAT(error_of(with(kTorchrun, {{"WORLD_SIZE", "0"}})), HasSubstr("WORLD_SIZE"));
 }
 
 TEST(LaunchEnvironment, RefusesContradictionsAndNamesBothSides) {
   EXPECT_THAT(error_of(with(kTorchrun, {{"RANK", "8"}})), AllOf(HasSubstr("RANK=8"), HasSubstr("WORLD_SIZE=8")));
   EXPECT_THAT(
-      error_of(with(kTorchrun, {{"LOCAL_RANK", "4"}})), AllOf(HasSubstr("LOCAL_RANK=4"), HasSubstr("LOCAL_WORLD_SIZE=4")));
+      error_of(with(kTorchrun, {{"LOCAL_RANK", "4"}})),
+      AllOf(HasSubstr("LOCAL_RANK=4"), HasSubstr("LOCAL_WORLD_SIZE=4")));
   EXPECT_THAT(error_of(with(kTorchrun, {{"LOCAL_WORLD_SIZE", "9"}})), HasSubstr("LOCAL_WORLD_SIZE=9"));
   EXPECT_THAT(error_of({{"RANK", "1"}}), AllOf(HasSubstr("RANK=1"), HasSubstr("WORLD_SIZE")));
   EXPECT_THAT(error_of({{"WORLD_SIZE", "2"}}), AllOf(HasSubstr("WORLD_SIZE=2"), HasSubstr("RANK")));
@@ -199,7 +219,7 @@ TEST(LaunchEnvironment, RefusesContradictionsAndNamesBothSides) {
 
 TEST(LaunchEnvironment, RefusesOneRankExportedToAllProcessesOfASlurmStep) {
   const Settings exported{
-      {"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "29500"},
+      {"RANK", "0"},         {"WORLD_SIZE", "2"},           {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "29500"},
       {"SLURM_PROCID", "1"}, {"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_LOCALID", "1"}};
   EXPECT_THAT(error_of(exported), AllOf(HasSubstr("RANK=0"), HasSubstr("SLURM_PROCID=1")));
   // torchrun numbers its ranks itself.

@@ -192,7 +192,8 @@ TEST(Liveness, TellsWhatAPeerIsDoing) {
   EXPECT_EQ(second.begin("all_gather", "layers.4", 13), 2u);
   ASSERT_TRUE(eventually([&] { return first.describe(1).find("layers.4") != std::string::npos; }));
   EXPECT_THAT(
-      first.describe(1), AllOf(HasSubstr("rank 1 (alive, last seen "), HasSubstr(" in all_gather of unit 'layers.4' at step 13)")));
+      first.describe(1),
+      AllOf(HasSubstr("rank 1 (alive, last seen "), HasSubstr(" in all_gather of unit 'layers.4' at step 13)")));
   EXPECT_EQ(first.lost_rank(), -1);
 }
 
@@ -211,7 +212,8 @@ TEST(Liveness, NamesAPeerWhoseCounterStandsStill) {
   ASSERT_EQ(calls.size(), 1u);
   EXPECT_EQ(calls[0].first, 1);
   EXPECT_THAT(
-      calls[0].second, AllOf(HasSubstr("no sign of life for 0."), HasSubstr("last in all_gather of unit 'layers.3' at step 12")));
+      calls[0].second,
+      AllOf(HasSubstr("no sign of life for 0."), HasSubstr("last in all_gather of unit 'layers.3' at step 12")));
   EXPECT_EQ(liveness.lost_reason(), calls[0].second);
 }
 
@@ -239,13 +241,14 @@ TEST(Liveness, WaitThrowsWhenAPeerIsLost) {
   Liveness liveness(store, 0, 2, quick(), nullptr);
   liveness.set_step(12);
   int rank = -2;
-  const auto message = message_from<RankLostError>(
-      [&] { liveness.wait([] { return false; }, "reduce_scatter", "layers.2"); }, &rank);
+  const auto message =
+      message_from<RankLostError>([&] { liveness.wait([] { return false; }, "reduce_scatter", "layers.2"); }, &rank);
   EXPECT_EQ(rank, 1);
   EXPECT_THAT(
       message,
-      AllOf(HasSubstr("rank 1 was lost"), HasSubstr("Rank 0 was in reduce_scatter of unit 'layers.2' at step 12"),
-            HasSubstr("restart the job")));
+      AllOf(
+          HasSubstr("rank 1 was lost"), HasSubstr("Rank 0 was in reduce_scatter of unit 'layers.2' at step 12"),
+          HasSubstr("restart the job")));
 }
 
 TEST(Liveness, TakesAFailureAsALossAtOnce) {
@@ -264,8 +267,7 @@ TEST(Liveness, TakesAnEndByAnExceptionAsALoss) {
   try {
     Liveness second(store, 1, 2, patient(), nullptr);
     throw std::runtime_error("out of luck");
-  } catch (const std::runtime_error&) {
-  }
+  } catch (const std::runtime_error&) {}
   ASSERT_TRUE(eventually([&] { return first.lost_rank() == 1; }));
   EXPECT_THAT(first.lost_reason(), HasSubstr("exception"));
 }
@@ -281,7 +283,8 @@ TEST(Liveness, TellsTheOthersWhatItRanIntoBeforeItLeft) {
     EXPECT_THROW(second.wait([] { return false; }, "all_gather", "layers.3"), TimeoutError);
   }
   ASSERT_TRUE(eventually([&] { return first.lost_rank() == 1; }));
-  EXPECT_THAT(first.lost_reason(), AllOf(HasSubstr("it waited for"), HasSubstr("layers.3"), HasSubstr("rank 0 (alive")));
+  EXPECT_THAT(
+      first.lost_reason(), AllOf(HasSubstr("it waited for"), HasSubstr("layers.3"), HasSubstr("rank 0 (alive")));
 }
 
 TEST(Liveness, DoesNotTakeAGoodbyeForALoss) {
@@ -317,8 +320,7 @@ TEST(Liveness, LearnsThatItsPeersGaveItUp) {
   Liveness liveness(store, 0, 2, patient(), nullptr);
   report_loss(store, {0, "no sign of life for 20.1 s"});
   int rank = -2;
-  const auto message = message_from<RankLostError>(
-      [&] { liveness.wait([] { return false; }, "barrier", ""); }, &rank);
+  const auto message = message_from<RankLostError>([&] { liveness.wait([] { return false; }, "barrier", ""); }, &rank);
   EXPECT_EQ(rank, 0);
   EXPECT_THAT(message, HasSubstr("this rank (0) was given up by its peers: no sign of life for 20.1 s"));
 }
@@ -348,8 +350,7 @@ TEST(Liveness, WarnsOfALivePeerThatIsLateAndTimesOutWithItsName) {
   ASSERT_TRUE(eventually([&] { return first.describe(2).find("layers.4") != std::string::npos; }));
   log_lines.clear();
   log::set_sink(keep_line);
-  const auto message =
-      message_from<TimeoutError>([&] { first.wait([] { return false; }, "all_gather", "layers.4"); });
+  const auto message = message_from<TimeoutError>([&] { first.wait([] { return false; }, "all_gather", "layers.4"); });
   log::set_sink(nullptr);
   // Rank 1 is late, rank 2 is not.
   const auto late = AllOf(
@@ -398,7 +399,10 @@ TEST(Liveness, ABrokenConnectionIsBlamedOnTheRankThatTheLauncherReports) {
   int rank = -2;
   const auto began = std::chrono::steady_clock::now();
   const auto message = message_from<RankLostError>(
-      [&] { liveness.wait([]() -> bool { throw std::runtime_error("Connection closed by peer"); }, "all_gather", "a"); }, &rank);
+      [&] {
+        liveness.wait([]() -> bool { throw std::runtime_error("Connection closed by peer"); }, "all_gather", "a");
+      },
+      &rank);
   launcher.join();
   EXPECT_EQ(rank, 2);
   EXPECT_THAT(message, HasSubstr("killed by signal 9"));
@@ -440,7 +444,9 @@ TEST(Liveness, RefusesImpossibleOptions) {
   EXPECT_THAT(
       message_from<c10::ValueError>([&] { Liveness(hash_store(), 0, 2, options, nullptr); }),
       AllOf(HasSubstr("dead_after"), HasSubstr("15 ms")));
-  EXPECT_THAT(message_from<c10::ValueError>([&] { Liveness(hash_store(), 2, 2, patient(), nullptr); }), HasSubstr("rank 2 of 2"));
+  EXPECT_THAT(
+      message_from<c10::ValueError>([&] { Liveness(hash_store(), 2, 2, patient(), nullptr); }),
+      HasSubstr("rank 2 of 2"));
 }
 
 /// Counts keys read, and freezes on demand as a store does whose server is stopped.

@@ -18,7 +18,9 @@ using ::testing::HasSubstr;
 
 GroupOptions options(bool same_host_reads) {
   return {
-      .timeout = std::chrono::seconds(60), .heartbeat = std::chrono::milliseconds(100), .same_host_reads = same_host_reads};
+      .timeout = std::chrono::seconds(60),
+      .heartbeat = std::chrono::milliseconds(100),
+      .same_host_reads = same_host_reads};
 }
 
 std::string message(const std::function<void()>& body) {
@@ -48,7 +50,8 @@ TEST(Mesh, AnUnknownAxisIsAnErrorThatListsTheAxes) {
 
 TEST(Mesh, FactorsThatDoNotMultiplyToTheWorldAreRefused) {
   EXPECT_THAT(
-      message([] { Mesh::replicate_by_shard(single(), 2, 2); }), HasSubstr("replicate x shard must equal the number of ranks, got 2 x 2"));
+      message([] { Mesh::replicate_by_shard(single(), 2, 2); }),
+      HasSubstr("replicate x shard must equal the number of ranks, got 2 x 2"));
   EXPECT_THROW(Mesh::replicate_by_shard(single(), 0, 1), c10::ValueError);
 }
 

@@ -81,7 +81,9 @@ TEST(HostStore, TakesTheFirstAddressThatIsThisHosts) {
   // 192.0.2.0/24 is reserved for documentation: nobody's address.
   const auto hosted = host_store({"192.0.2.7", "127.0.0.1"}, 0);
   EXPECT_EQ(listening_on(hosted.port), std::set<std::string>{"0100007F"});
-  EXPECT_THAT(message_from<c10::ValueError>([] { host_store({"192.0.2.7"}, 0); }), AllOf(HasSubstr("192.0.2.7"), HasSubstr("MASTER_ADDR")));
+  EXPECT_THAT(
+      message_from<c10::ValueError>([] { host_store({"192.0.2.7"}, 0); }),
+      AllOf(HasSubstr("192.0.2.7"), HasSubstr("MASTER_ADDR")));
 }
 
 TEST(ConnectStore, WaitsForTheServerToComeUp) {
@@ -171,9 +173,8 @@ TEST(JoinJob, NamesTheRanksThatDoNotCome) {
   std::vector<std::string> messages(4);
   std::vector<std::thread> ranks;
   for (const int rank : {0, 2}) {
-    ranks.emplace_back([&, rank] {
-      messages[rank] = message_from<TimeoutError>([&] { join_job(job, rank, 4, false, in(300ms)); });
-    });
+    ranks.emplace_back(
+        [&, rank] { messages[rank] = message_from<TimeoutError>([&] { join_job(job, rank, 4, false, in(300ms)); }); });
   }
   for (auto& rank : ranks) {
     rank.join();

@@ -16,7 +16,8 @@ std::string_view as_text(std::span<const std::uint8_t> bytes) {
 void check(const ByteCorpusOptions& options) {
   TORCH_CHECK_VALUE(!options.files.empty(), "[ByteCorpus] expected at least one text file, got none; name one");
   TORCH_CHECK_VALUE(
-      options.context >= 1, "[ByteCorpus] context must be at least 1, got ", options.context, "; give the model's context");
+      options.context >= 1, "[ByteCorpus] context must be at least 1, got ", options.context,
+      "; give the model's context");
   TORCH_CHECK_VALUE(
       options.validation_fraction >= 0 && options.validation_fraction < 1,
       "[ByteCorpus] validation_fraction must be in [0, 1), got ", options.validation_fraction,
@@ -42,8 +43,8 @@ ByteCorpus::ByteCorpus(ByteCorpusOptions options) : options_(std::move(options))
     }
     for (auto& document : find_documents(as_text(file.bytes()), files_.size() - 1, options_.document_start, found)) {
       const auto size = document.end - document.begin;
-      document.split =
-          document.end - static_cast<std::int64_t>(std::floor(static_cast<double>(size) * options_.validation_fraction));
+      document.split = document.end -
+                       static_cast<std::int64_t>(std::floor(static_cast<double>(size) * options_.validation_fraction));
       add_part(train_, file.bytes().subspan(document.begin, document.split - document.begin));
       add_part(validation_, file.bytes().subspan(document.split, document.end - document.split));
       documents_.push_back(std::move(document));
@@ -52,14 +53,13 @@ ByteCorpus::ByteCorpus(ByteCorpusOptions options) : options_(std::move(options))
   const auto missing = std::find(found.begin(), found.end(), false);
   TORCH_CHECK_VALUE(
       missing == found.end(), "[ByteCorpus] no line of the ", files_.size(), " file(s) equals the document start '",
-      options_.document_start[missing - found.begin()],
-      "'; give a line as it stands in the text, or leave it out");
+      options_.document_start[missing - found.begin()], "'; give a line as it stands in the text, or leave it out");
   if (train_.count == 0) {
     EBB_THROW(
         FormatError, "[ByteCorpus] no document of '", options_.files.front(), "'",
         options_.files.size() > 1 ? " and the other files" : "", " has the ", options_.context + 1,
-        " bytes of a training window (context + 1) before its validation part; give longer documents, a smaller context or "
-        "a smaller validation_fraction");
+        " bytes of a training window (context + 1) before its validation part; give longer documents, a smaller "
+        "context or a smaller validation_fraction");
   }
 }
 
@@ -83,9 +83,11 @@ std::int64_t ByteCorpus::num_bytes(Split split) const {
 std::span<const std::uint8_t> ByteCorpus::window(Split split, std::int64_t index) const {
   const auto& windows = windows_of(split);
   TORCH_CHECK_VALUE(
-      index >= 0 && index < windows.count, "[ByteCorpus::window] expected an index in [0, ", windows.count, "), got ", index);
+      index >= 0 && index < windows.count, "[ByteCorpus::window] expected an index in [0, ", windows.count, "), got ",
+      index);
   const auto after = std::upper_bound(
-      windows.parts.begin(), windows.parts.end(), index, [](std::int64_t i, const Part& part) { return i < part.first_window; });
+      windows.parts.begin(), windows.parts.end(), index,
+      [](std::int64_t i, const Part& part) { return i < part.first_window; });
   const auto& part = *std::prev(after);
   return {part.bytes + (index - part.first_window) * options_.context, static_cast<std::size_t>(options_.context) + 1};
 }

@@ -29,7 +29,8 @@ MappedFile::MappedFile(std::string path) : path_(std::move(path)) {
   // O_NONBLOCK: opening a pipe that nobody writes to must fail below, not wait here.
   const Descriptor file{::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
   TORCH_CHECK_VALUE(
-      file.fd >= 0, "[MappedFile] cannot open '", path_, "': ", std::strerror(errno), "; check the path and its permissions");
+      file.fd >= 0, "[MappedFile] cannot open '", path_, "': ", std::strerror(errno),
+      "; check the path and its permissions");
   struct stat status {};
   TORCH_CHECK_VALUE(
       ::fstat(file.fd, &status) == 0, "[MappedFile] cannot read the size of '", path_, "': ", std::strerror(errno));

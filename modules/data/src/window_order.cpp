@@ -12,9 +12,7 @@ namespace ebb::data {
 Batch make_batch(const ByteCorpus& corpus, Split split, const std::vector<std::int64_t>& indices) {
   const auto num_sequences = static_cast<std::int64_t>(indices.size());
   const auto context = corpus.options().context;
-  Batch batch{
-      at::empty({num_sequences, context}, at::kLong),
-      at::empty({num_sequences, context}, at::kLong)};
+  Batch batch{at::empty({num_sequences, context}, at::kLong), at::empty({num_sequences, context}, at::kLong)};
   auto* tokens = batch.tokens_BT.mutable_data_ptr<std::int64_t>();
   auto* targets = batch.targets_BT.mutable_data_ptr<std::int64_t>();
   for (const auto index : indices) {
@@ -35,8 +33,9 @@ WindowOrder::WindowOrder(std::shared_ptr<const ByteCorpus> corpus, std::uint64_t
 
 std::vector<std::int64_t> WindowOrder::next(std::int64_t per_rank, int rank, int world_size) {
   TORCH_CHECK_VALUE(
-      per_rank >= 1 && rank >= 0 && rank < world_size, "[WindowOrder::next] expected per_rank >= 1 and 0 <= rank < world_size, got ",
-      per_rank, ", ", rank, " and ", world_size);
+      per_rank >= 1 && rank >= 0 && rank < world_size,
+      "[WindowOrder::next] expected per_rank >= 1 and 0 <= rank < world_size, got ", per_rank, ", ", rank, " and ",
+      world_size);
   std::vector<std::int64_t> mine;
   mine.reserve(per_rank);
   for (std::int64_t i = 0; i < per_rank * world_size; ++i) {
@@ -54,8 +53,9 @@ std::vector<std::int64_t> WindowOrder::next(std::int64_t per_rank, int rank, int
 void WindowOrder::seek(const Cursor& cursor) {
   const auto count = static_cast<std::int64_t>(permutation_.size());
   TORCH_CHECK_VALUE(
-      cursor.epoch >= 0 && cursor.position >= 0 && cursor.position <= count, "[WindowOrder::seek] expected epoch >= 0 and position in [0, ",
-      count, "], got ", cursor.epoch, " and ", cursor.position, "; the cursor belongs to other files or another context");
+      cursor.epoch >= 0 && cursor.position >= 0 && cursor.position <= count,
+      "[WindowOrder::seek] expected epoch >= 0 and position in [0, ", count, "], got ", cursor.epoch, " and ",
+      cursor.position, "; the cursor belongs to other files or another context");
   if (cursor.epoch != cursor_.epoch) {
     open_epoch(cursor.epoch);
   }
@@ -63,7 +63,8 @@ void WindowOrder::seek(const Cursor& cursor) {
 }
 
 void WindowOrder::open_epoch(std::int64_t epoch) {
-  permutation_ = Rng(seed_).fork("windows").fork(std::to_string(epoch)).permutation(corpus_->num_windows(Split::kTrain));
+  permutation_ =
+      Rng(seed_).fork("windows").fork(std::to_string(epoch)).permutation(corpus_->num_windows(Split::kTrain));
   cursor_ = {epoch, 0};
 }
 

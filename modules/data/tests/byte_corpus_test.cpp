@@ -13,8 +13,8 @@
 namespace ebb::data {
 namespace {
 
-using ::testing::HasSubstr;
 using test::TemporaryFolder;
+using ::testing::HasSubstr;
 
 std::string numbered(int count) {
   std::string text;
@@ -132,13 +132,18 @@ TEST(ByteCorpus, RefusesOptionsOutOfRange) {
   const auto file = folder.write("a.txt", numbered(200));
   EXPECT_THAT(message_thrown_by<c10::ValueError>({}), HasSubstr("at least one text file"));
   EXPECT_THAT(message_thrown_by<c10::ValueError>({.files = {file}, .context = 0}), HasSubstr("context"));
-  EXPECT_THAT(message_thrown_by<c10::ValueError>({.files = {file}, .validation_fraction = 1.0}), HasSubstr("validation_fraction"));
-  EXPECT_THAT(message_thrown_by<c10::ValueError>({.files = {file}, .document_start = {" "}}), HasSubstr("document_start"));
+  EXPECT_THAT(
+      message_thrown_by<c10::ValueError>({.files = {file}, .validation_fraction = 1.0}),
+      HasSubstr("validation_fraction"));
+  EXPECT_THAT(
+      message_thrown_by<c10::ValueError>({.files = {file}, .document_start = {" "}}), HasSubstr("document_start"));
 }
 
 TEST(KnownWords, CountsWholeWordsWithoutCaseAndLeavesOutACutOne) {
   const TemporaryFolder folder;
-  const ByteCorpus corpus({.files = {folder.write("a.txt", "It is a Truth universally acknowledged, that a man must want.")}, .context = 8});
+  const ByteCorpus corpus(
+      {.files = {folder.write("a.txt", "It is a Truth universally acknowledged, that a man must want.")},
+       .context = 8});
   // "truth" and "must" are known, "univers" and "zebra" are not, "is" is too short, "wan" may be cut.
   const auto count = count_known_words("TRUTH is univers must, zebra must wan", corpus);
   EXPECT_EQ(count.words, 5);

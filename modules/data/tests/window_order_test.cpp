@@ -104,8 +104,10 @@ TEST(MakeBatch, TargetsAreTheNextBytes) {
   const auto corpus = corpus_of_101_bytes(folder);
   const auto batch = make_batch(*corpus, Split::kTrain, {2, 0});
   EXPECT_EQ(batch.tokens_BT.dtype(), torch::kLong);
-  EXPECT_TRUE(batch.tokens_BT.equal(torch::tensor({{110, 111, 112, 113, 114}, {100, 101, 102, 103, 104}}, torch::kLong)));
-  EXPECT_TRUE(batch.targets_BT.equal(torch::tensor({{111, 112, 113, 114, 115}, {101, 102, 103, 104, 105}}, torch::kLong)));
+  EXPECT_TRUE(
+      batch.tokens_BT.equal(torch::tensor({{110, 111, 112, 113, 114}, {100, 101, 102, 103, 104}}, torch::kLong)));
+  EXPECT_TRUE(
+      batch.targets_BT.equal(torch::tensor({{111, 112, 113, 114, 115}, {101, 102, 103, 104, 105}}, torch::kLong)));
   const auto last = make_batch(*corpus, Split::kTrain, {19});
   EXPECT_EQ(last.targets_BT[0][4].item<std::int64_t>(), 200); // a byte above 127 stays positive
 }

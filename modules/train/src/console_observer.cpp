@@ -31,8 +31,8 @@ void ConsoleObserver::on_step(const StepInfo& info) {
     progress_->update(
         info.step, fmt::format(
                        "loss {:.3f}{}, {:.1f}k tokens/s, {:.3f} TFLOPS a rank", *loss_,
-                       eval_loss_ ? fmt::format(", validation {:.3f}", *eval_loss_) : "", metric("tokens_per_second") / 1000,
-                       metric("tflops")));
+                       eval_loss_ ? fmt::format(", validation {:.3f}", *eval_loss_) : "",
+                       metric("tokens_per_second") / 1000, metric("tflops")));
   }
 }
 

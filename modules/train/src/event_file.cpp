@@ -45,12 +45,12 @@ std::uint32_t masked(std::uint32_t crc) {
 EventFile::EventFile(const std::filesystem::path& directory, const Clock& clock) : clock_(clock) {
   std::error_code error;
   std::filesystem::create_directories(directory, error);
-  path_ = directory / ("events.out.tfevents." + std::to_string(static_cast<std::int64_t>(seconds_since_1970(clock))) + "." +
-                       std::to_string(::getpid()) + ".ebb");
+  path_ = directory / ("events.out.tfevents." + std::to_string(static_cast<std::int64_t>(seconds_since_1970(clock))) +
+                       "." + std::to_string(::getpid()) + ".ebb");
   out_.open(path_, std::ios::binary | std::ios::trunc);
   TORCH_CHECK_VALUE(
-      out_.is_open(), "[EventFile] cannot write '", path_.string(), "': ", error ? error.message() : std::strerror(errno),
-      "; give another run directory");
+      out_.is_open(), "[EventFile] cannot write '", path_.string(),
+      "': ", error ? error.message() : std::strerror(errno), "; give another run directory");
   write(ProtoWriter().fixed(kWallTime, seconds_since_1970(clock)).bytes(kFileVersion, "brain.Event:2").str());
   out_.flush();
 }

@@ -38,7 +38,8 @@ class TorchOptimizer final : public Optimizer {
   std::unique_ptr<torch::optim::Optimizer> torch_;
 };
 
-std::unique_ptr<torch::optim::Optimizer> make_torch(const TrainOptions& options, const std::string& name, std::vector<at::Tensor> parameters) {
+std::unique_ptr<torch::optim::Optimizer> make_torch(
+    const TrainOptions& options, const std::string& name, std::vector<at::Tensor> parameters) {
   namespace optim = torch::optim;
   const std::tuple betas(options.betas[0], options.betas[1]);
   if (name == "adamw") {
@@ -51,11 +52,13 @@ std::unique_ptr<torch::optim::Optimizer> make_torch(const TrainOptions& options,
   }
   if (name == "sgd") {
     return shard::fused_sgd(
-        std::move(parameters), optim::SGDOptions(options.lr).momentum(options.momentum).weight_decay(options.weight_decay));
+        std::move(parameters),
+        optim::SGDOptions(options.lr).momentum(options.momentum).weight_decay(options.weight_decay));
   }
   if (name == "rmsprop") {
     return std::make_unique<optim::RMSprop>(
-        std::move(parameters), optim::RMSpropOptions(options.lr).momentum(options.momentum).weight_decay(options.weight_decay));
+        std::move(parameters),
+        optim::RMSpropOptions(options.lr).momentum(options.momentum).weight_decay(options.weight_decay));
   }
   if (name == "adagrad") {
     return std::make_unique<optim::Adagrad>(
@@ -63,8 +66,8 @@ std::unique_ptr<torch::optim::Optimizer> make_torch(const TrainOptions& options,
   }
   TORCH_CHECK_VALUE(
       name != "lbfgs",
-      "[make_optimizer] optimizer lbfgs cannot train a sharded model: it needs inner products over whole parameters and several "
-      "losses a step, while a rank holds slices; use adamw, adam, sgd, rmsprop or adagrad");
+      "[make_optimizer] optimizer lbfgs cannot train a sharded model: it needs inner products over whole parameters "
+      "and several losses a step, while a rank holds slices; use adamw, adam, sgd, rmsprop or adagrad");
   TORCH_CHECK_VALUE(
       false, "[make_optimizer] expected optimizer adamw, adam, sgd, rmsprop or adagrad, got '", options.optimizer, "'");
 }

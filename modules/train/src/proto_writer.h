@@ -7,8 +7,8 @@
 
 namespace ebb::train {
 
-/// Writes one protocol buffer message field by field. LibTorch exports the symbols of its own protobuf, which would clash
-/// with another copy of that library in the program; the few messages of an event file need none.
+/// Writes one protocol buffer message field by field. LibTorch exports the symbols of its own protobuf, which would
+/// clash with another copy of that library in the program; the few messages of an event file need none.
 class ProtoWriter {
  public:
   ProtoWriter& varint(int field, std::uint64_t value) {

@@ -49,8 +49,10 @@ std::uint8_t draw(std::span<const float> model_logits, double temperature, std::
 } // namespace
 
 std::string sample_text(
-    const std::function<at::Tensor(const at::Tensor& tokens_BT)>& logits, const SampleOptions& options, Rng rng, c10::Device device) {
-  TORCH_CHECK_VALUE(!options.prompt.empty(), "[sample_text] expected a prompt of at least one byte, got an empty one; use a newline");
+    const std::function<at::Tensor(const at::Tensor& tokens_BT)>& logits, const SampleOptions& options, Rng rng,
+    c10::Device device) {
+  TORCH_CHECK_VALUE(
+      !options.prompt.empty(), "[sample_text] expected a prompt of at least one byte, got an empty one; use a newline");
   const at::NoGradGuard no_grad;
   std::string text = options.prompt;
   for (std::int64_t i = 0; i < options.length; ++i) {
@@ -64,8 +66,9 @@ std::string sample_text(
         logits_BTV.dim() == 3 && logits_BTV.size(2) >= kNumBytes,
         "[sample_text] expected logits [1, T, V] with V at least 256 for bytes, got ", logits_BTV.sizes());
     const auto last_V = logits_BTV[0][seen - 1].narrow(0, 0, kNumBytes).to(at::kCPU, at::kFloat).contiguous();
-    text += static_cast<char>(
-        draw({last_V.const_data_ptr<float>(), static_cast<std::size_t>(kNumBytes)}, options.temperature, options.top_k, rng));
+    text += static_cast<char>(draw(
+        {last_V.const_data_ptr<float>(), static_cast<std::size_t>(kNumBytes)}, options.temperature, options.top_k,
+        rng));
   }
   return text.substr(options.prompt.size());
 }

@@ -5,7 +5,8 @@
 
 namespace ebb::train {
 
-TensorBoardObserver::TensorBoardObserver(const std::filesystem::path& directory, const Clock& clock) : file_(directory, clock) {}
+TensorBoardObserver::TensorBoardObserver(const std::filesystem::path& directory, const Clock& clock)
+    : file_(directory, clock) {}
 
 void TensorBoardObserver::on_step(const StepInfo& info) {
   on_metrics(info.step, info.metrics);

@@ -22,7 +22,8 @@ TrainSetup checked(TrainSetup setup) {
   TORCH_CHECK_VALUE(
       setup.model.loss && setup.model.parameters && setup.corpus && setup.world && setup.clock,
       "[TrainJob] expected a model with loss and parameters, a corpus, a world and a clock; one of them is missing");
-  TORCH_CHECK_VALUE(!setup.options.prompt.empty(), "[TrainJob] prompt: expected at least one byte, got none; use a newline");
+  TORCH_CHECK_VALUE(
+      !setup.options.prompt.empty(), "[TrainJob] prompt: expected at least one byte, got none; use a newline");
   TORCH_CHECK_VALUE(
       setup.options.min_lr <= setup.options.lr, "[TrainJob] min_lr: expected at most lr (", setup.options.lr, "), got ",
       setup.options.min_lr);
@@ -31,9 +32,11 @@ TrainSetup checked(TrainSetup setup) {
 
 c10::Device device_of(const ParameterSet& parameters) {
   const auto tensors = parameters.named();
-  const bool trainable = std::any_of(tensors.begin(), tensors.end(), [](const Named& named) { return named.second.requires_grad(); });
+  const bool trainable =
+      std::any_of(tensors.begin(), tensors.end(), [](const Named& named) { return named.second.requires_grad(); });
   TORCH_CHECK_VALUE(
-      trainable, "[TrainJob] none of the model's ", tensors.size(), " parameters requires a gradient; there is nothing to train");
+      trainable, "[TrainJob] none of the model's ", tensors.size(),
+      " parameters requires a gradient; there is nothing to train");
   return tensors.front().second.device();
 }
 
@@ -97,12 +100,12 @@ void TrainJob::run_step(bool want_stop, bool& stop) {
   world.set_step(step_ + 1);
   set_training(true);
 
-  const auto batch = data::make_batch(
-      *setup_.corpus, data::Split::kTrain, order_.next(options.batch, world.rank(), world.size()));
+  const auto batch =
+      data::make_batch(*setup_.corpus, data::Split::kTrain, order_.next(options.batch, world.rank(), world.size()));
   const auto loss = setup_.model.loss(batch.tokens_BT.to(device_), batch.targets_BT.to(device_));
 
-  // The ranks' losses, and whether anybody wants to stop: ranks see signals and clocks at different steps, and one that left
-  // alone would leave the others waiting. Under way while backward runs.
+  // The ranks' losses, and whether anybody wants to stop: ranks see signals and clocks at different steps, and one that
+  // left alone would leave the others waiting. Under way while backward runs.
   const bool asked = stop_asked_.load(std::memory_order_relaxed);
   const auto votes = at::tensor({asked ? 1.0 : 0.0, want_stop ? 1.0 : 0.0}, at::kDouble).to(device_);
   const auto shared = at::cat({loss.detach().to(at::kDouble).reshape({1}), votes});
@@ -128,7 +131,7 @@ void TrainJob::run_step(bool want_stop, bool& stop) {
   info.samples = options.batch * world.size();
   info.tokens = info.samples * setup_.corpus->options().context;
   info.flops = (6.0 * static_cast<double>(parameters.num_parameters()) + setup_.model.attention_flops_per_token) *
-      static_cast<double>(info.tokens / world.size());
+               static_cast<double>(info.tokens / world.size());
   info.seconds = seconds_between(began_at, setup_.clock->now());
   info.metrics = {{"loss", mean_loss}, {"grad_norm", norm}, {"lr", rate}};
   report(info);
@@ -197,7 +200,8 @@ double TrainJob::evaluate() {
 }
 
 std::string TrainJob::sample() {
-  TORCH_CHECK_VALUE(setup_.model.logits, "[TrainJob::sample] the model has no logits function; give TrainableModel one");
+  TORCH_CHECK_VALUE(
+      setup_.model.logits, "[TrainJob::sample] the model has no logits function; give TrainableModel one");
   set_training(false);
   const auto& options = setup_.options;
   return sample_text(
@@ -207,8 +211,7 @@ std::string TrainJob::sample() {
        .temperature = options.temperature,
        .top_k = options.top_k,
        .prompt = options.prompt},
-      Rng(static_cast<std::uint64_t>(options.seed)).fork("sample").fork(std::to_string(step_)),
-      device_);
+      Rng(static_cast<std::uint64_t>(options.seed)).fork("sample").fork(std::to_string(step_)), device_);
 }
 
 std::shared_ptr<const JobState> TrainJob::pause() {
@@ -228,7 +231,9 @@ std::shared_ptr<const JobState> TrainJob::pause() {
 void TrainJob::resume(const std::shared_ptr<const JobState>& state) {
   const auto paused = std::dynamic_pointer_cast<const TrainState>(state);
   if (!paused) {
-    EBB_THROW(IncompatibleStateError, "[TrainJob::resume] expected the state of a paused TrainJob, got that of another job or none");
+    EBB_THROW(
+        IncompatibleStateError,
+        "[TrainJob::resume] expected the state of a paused TrainJob, got that of another job or none");
   }
   TORCH_CHECK_VALUE(!ended_, "[TrainJob::resume] this job has ended; resume into a new one");
   check_compatible(*paused, setup_);
@@ -244,8 +249,8 @@ void TrainJob::resume(const std::shared_ptr<const JobState>& state) {
 
 void TrainJob::resize(int world_size) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      false, "[TrainJob::resize] cannot go on with ", world_size, " ranks: shards do not move between ranks yet; start a new job with ",
-      world_size, " ranks");
+      false, "[TrainJob::resize] cannot go on with ", world_size,
+      " ranks: shards do not move between ranks yet; start a new job with ", world_size, " ranks");
 }
 
 void TrainJob::stop() {

@@ -20,8 +20,9 @@ std::vector<at::Generator> generators_for(c10::Device device) {
 void check_same_tensors(const char* what, const std::vector<Named>& expected, const std::vector<Named>& found) {
   for (std::size_t i = 0; i < std::max(expected.size(), found.size()); ++i) {
     const auto text = [i](const std::vector<Named>& tensors) {
-      return i < tensors.size() ? c10::str(tensors[i].first, " ", tensors[i].second.sizes(), " ", tensors[i].second.dtype())
-                                : std::string("nothing");
+      return i < tensors.size()
+                 ? c10::str(tensors[i].first, " ", tensors[i].second.sizes(), " ", tensors[i].second.dtype())
+                 : std::string("nothing");
     };
     if (text(expected) != text(found)) {
       EBB_THROW(
@@ -48,8 +49,8 @@ void check_compatible(const TrainState& state, const TrainSetup& setup) {
   for (std::size_t i = 0; i < expected.size(); ++i) {
     if (expected[i].second != state.made_by[i].second) {
       EBB_THROW(
-          IncompatibleStateError, "[TrainJob::resume] ", expected[i].first, ": the job has ", expected[i].second, ", the state ",
-          state.made_by[i].second, "; resume with the options, data and ranks of the paused job");
+          IncompatibleStateError, "[TrainJob::resume] ", expected[i].first, ": the job has ", expected[i].second,
+          ", the state ", state.made_by[i].second, "; resume with the options, data and ranks of the paused job");
     }
   }
   check_same_tensors("parameter", setup.model.parameters->named(), state.parameters);

@@ -27,7 +27,10 @@ TEST(ConsoleObserver, ShowsLossSpeedAndValidationAndSamplesWithoutControlCharact
     observer.on_step(step);
   };
   step(1, 2.0);
-  EXPECT_THAT(progress.str(), AllOf(HasSubstr("1/4 steps"), HasSubstr("loss 2.000, 12.3k tokens/s, 0.042 TFLOPS"), Not(HasSubstr("validation"))));
+  EXPECT_THAT(
+      progress.str(),
+      AllOf(
+          HasSubstr("1/4 steps"), HasSubstr("loss 2.000, 12.3k tokens/s, 0.042 TFLOPS"), Not(HasSubstr("validation"))));
   observer.on_metrics(1, {{"eval/loss", 1.875}});
   step(2, 1.0);
   EXPECT_THAT(progress.str(), HasSubstr("loss 1.950, validation 1.875"));

@@ -33,7 +33,8 @@ TEST(Sampling, ShowsTheModelAtMostItsContext) {
     longest = std::max(longest, tokens_BT.size(1));
     return count_up(tokens_BT);
   };
-  EXPECT_EQ(sample_text(watch, {.length = 6, .context = 3, .temperature = 0, .prompt = "a"}, Rng(1), at::kCPU), "bcdefg");
+  EXPECT_EQ(
+      sample_text(watch, {.length = 6, .context = 3, .temperature = 0, .prompt = "a"}, Rng(1), at::kCPU), "bcdefg");
   EXPECT_EQ(longest, 3);
 }
 

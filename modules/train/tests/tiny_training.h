@@ -13,8 +13,8 @@
 
 namespace ebb::train::test {
 
-/// A language model with everything that a paused job must remember: dropout, which draws from LibTorch's generator, and
-/// batch normalisation, which keeps buffers.
+/// A language model with everything that a paused job must remember: dropout, which draws from LibTorch's generator,
+/// and batch normalisation, which keeps buffers.
 struct TinyModelImpl : torch::nn::Module {
   TinyModelImpl(std::int64_t seed, double dropout_p) {
     torch::manual_seed(seed);
@@ -54,7 +54,8 @@ inline TrainableModel trainable(TinyModel model) {
   };
 }
 
-inline std::shared_ptr<const data::ByteCorpus> tiny_corpus(const ebb::test::TemporaryFolder& folder, double validation = 0.1) {
+inline std::shared_ptr<const data::ByteCorpus> tiny_corpus(
+    const ebb::test::TemporaryFolder& folder, double validation = 0.1) {
   std::string text;
   for (int i = 0; i < 120; ++i) {
     text += "number " + std::to_string(i * i) + ", ";
@@ -64,13 +65,23 @@ inline std::shared_ptr<const data::ByteCorpus> tiny_corpus(const ebb::test::Temp
 }
 
 inline TrainOptions tiny_options() {
-  return {.steps = 12, .batch = 4, .lr = 0.01, .min_lr = 0.001, .warmup = 3, .eval_every = 5, .eval_batches = 2, .sample_length = 5};
+  return {
+      .steps = 12,
+      .batch = 4,
+      .lr = 0.01,
+      .min_lr = 0.001,
+      .warmup = 3,
+      .eval_every = 5,
+      .eval_batches = 2,
+      .sample_length = 5};
 }
 
 /// Everything a job told.
 struct Recorder : Observer {
   void on_run_begin(const RunInfo& info) override {
-    events.push_back("begin " + std::to_string(info.planned_steps) + " steps, " + std::to_string(info.num_parameters) + " parameters");
+    events.push_back(
+        "begin " + std::to_string(info.planned_steps) + " steps, " + std::to_string(info.num_parameters) +
+        " parameters");
   }
   void on_phase(Phase phase) override {
     events.push_back(phase == Phase::kOfflineTraining ? "offline training" : "another phase");
@@ -105,8 +116,10 @@ struct Recorder : Observer {
 
 /// One job with its model and what it told.
 struct TrainingRun {
-  TrainingRun(std::shared_ptr<const data::ByteCorpus> corpus, TrainOptions options, std::int64_t model_seed = 1, double dropout = 0.5,
-      std::shared_ptr<comm::Communicator> world = comm::single(), const Clock& clock = Clock::real())
+  TrainingRun(
+      std::shared_ptr<const data::ByteCorpus> corpus, TrainOptions options, std::int64_t model_seed = 1,
+      double dropout = 0.5, std::shared_ptr<comm::Communicator> world = comm::single(),
+      const Clock& clock = Clock::real())
       : model(model_seed, dropout), recorder(std::make_shared<Recorder>()) {
     torch::manual_seed(5); // the dropout of every run starts alike
     job = std::make_unique<TrainJob>(TrainSetup{
@@ -132,7 +145,7 @@ inline bool bit_equal(const TinyModel& a, const TinyModel& b) {
     return x.size() == y.size();
   };
   return equal(named_tensors(a->named_parameters()), named_tensors(b->named_parameters())) &&
-      equal(named_tensors(a->named_buffers()), named_tensors(b->named_buffers()));
+         equal(named_tensors(a->named_buffers()), named_tensors(b->named_buffers()));
 }
 
 } // namespace ebb::train::test

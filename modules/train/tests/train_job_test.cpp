@@ -12,13 +12,13 @@
 namespace ebb::train {
 namespace {
 
+using test::bit_equal;
+using test::tiny_corpus;
+using test::tiny_options;
+using test::TrainingRun;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using test::bit_equal;
-using test::TrainingRun;
-using test::tiny_corpus;
-using test::tiny_options;
 
 /// A driver that knows nothing but Job: runs it in slices of 1, 2, 3, ... steps, and moves it to a new job after each.
 template <class MakeJob>
@@ -113,10 +113,9 @@ TEST(TrainJob, TellsItsObserversInOrder) {
   run.job->advance({});
   run.job->stop();
   EXPECT_THAT(
-      run.recorder->events,
-      ElementsAre(
-          "begin 3 steps, 3340 parameters", "offline training", "step 1", "step 2", "metrics 2", "step 3", "metrics 3", "sample 3",
-          "end: done"));
+      run.recorder->events, ElementsAre(
+                                "begin 3 steps, 3340 parameters", "offline training", "step 1", "step 2", "metrics 2",
+                                "step 3", "metrics 3", "sample 3", "end: done"));
 }
 
 TEST(TrainJob, DoesNothingOnceStopped) {
@@ -142,12 +141,13 @@ TEST(TrainJob, EndsAnAdvanceWhenItsTimeIsUsed) {
     ScriptedClock& clock;
   };
   auto model = test::TinyModel(1, 0.5);
-  TrainJob job({.model = test::trainable(model),
-                .corpus = tiny_corpus(folder),
-                .world = comm::single(),
-                .options = tiny_options(),
-                .observers = {std::make_shared<Ticker>(clock)},
-                .clock = &clock});
+  TrainJob job(
+      {.model = test::trainable(model),
+       .corpus = tiny_corpus(folder),
+       .world = comm::single(),
+       .options = tiny_options(),
+       .observers = {std::make_shared<Ticker>(clock)},
+       .clock = &clock});
   // Looked at before each step, at 0, 10, 20 and 30 seconds; the step that finds the time used is the last.
   EXPECT_EQ(job.advance({.steps = {}, .seconds = 25.0}).step, 4);
   EXPECT_EQ(job.advance({.steps = {}, .seconds = 0.0}).step, 5);
@@ -176,7 +176,12 @@ TEST(TrainJob, NamesTheStepWhoseLossIsNotFinite) {
     return ++calls == 3 ? plain(x, y) * std::nan("") : plain(x, y);
   };
   const auto recorder = std::make_shared<test::Recorder>();
-  TrainJob job({.model = trainable, .corpus = tiny_corpus(folder), .world = comm::single(), .options = tiny_options(), .observers = {recorder}});
+  TrainJob job(
+      {.model = trainable,
+       .corpus = tiny_corpus(folder),
+       .world = comm::single(),
+       .options = tiny_options(),
+       .observers = {recorder}});
   try {
     job.advance({});
     FAIL() << "nothing was thrown";
@@ -203,7 +208,8 @@ TEST(TrainJob, EvaluatesTheWholeValidationTextWithoutGradients) {
   double expected = 0;
   for (std::int64_t i = 0; i < count; ++i) {
     const auto window = data::make_batch(*corpus, data::Split::kValidation, {i});
-    expected += next_token_loss(run.model(window.tokens_BT), window.targets_BT).item<double>() / static_cast<double>(count);
+    expected +=
+        next_token_loss(run.model(window.tokens_BT), window.targets_BT).item<double>() / static_cast<double>(count);
   }
   run.model->train();
   EXPECT_NEAR(run.job->evaluate(), expected, 1e-6);
@@ -283,7 +289,11 @@ TEST(TrainJob, RefusesAModelWithNothingToTrain) {
     parameter.set_requires_grad(false);
   }
   EXPECT_THROW(
-      TrainJob({.model = test::trainable(model), .corpus = tiny_corpus(folder), .world = comm::single(), .options = tiny_options()}),
+      TrainJob(
+          {.model = test::trainable(model),
+           .corpus = tiny_corpus(folder),
+           .world = comm::single(),
+           .options = tiny_options()}),
       c10::ValueError);
 }
 

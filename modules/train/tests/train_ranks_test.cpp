@@ -33,7 +33,8 @@ TEST(TrainRanks, EvaluateAsOneProcessDoes) {
   TrainJob alone({.model = test::trainable(models[3]), .corpus = corpus, .world = comm::single(), .options = options});
   const double expected = alone.evaluate();
   ebb::test::spawn_ranks(3, [&](const std::shared_ptr<comm::Communicator>& world) {
-    TrainJob job({.model = test::trainable(models[world->rank()]), .corpus = corpus, .world = world, .options = options});
+    TrainJob job(
+        {.model = test::trainable(models[world->rank()]), .corpus = corpus, .world = world, .options = options});
     EXPECT_NEAR(job.evaluate(), expected, 1e-6) << "rank " << world->rank();
   });
 }
@@ -64,11 +65,12 @@ TEST(TrainRanks, ReadTheGlobalBatchThatOneProcessReads) {
   options.batch = 2;
   ebb::test::spawn_ranks(2, [&](const std::shared_ptr<comm::Communicator>& world) {
     const auto recorder = std::make_shared<test::Recorder>();
-    TrainJob job({.model = without_batch_statistics(models[world->rank()]),
-                  .corpus = corpus,
-                  .world = world,
-                  .options = options,
-                  .observers = {recorder}});
+    TrainJob job(
+        {.model = without_batch_statistics(models[world->rank()]),
+         .corpus = corpus,
+         .world = world,
+         .options = options,
+         .observers = {recorder}});
     job.advance({});
     EXPECT_NEAR(recorder->losses()[0], alone->losses()[0], 1e-6);
     EXPECT_EQ(recorder->steps[0].tokens, 32);
@@ -87,7 +89,8 @@ TEST(TrainRanks, StopAtTheSameStepWhenOneIsAsked) {
   std::mutex mutex;
   std::vector<std::int64_t> stopped_at;
   ebb::test::spawn_ranks(3, [&](const std::shared_ptr<comm::Communicator>& world) {
-    TrainJob job({.model = test::trainable(models[world->rank()]), .corpus = corpus, .world = world, .options = options});
+    TrainJob job(
+        {.model = test::trainable(models[world->rank()]), .corpus = corpus, .world = world, .options = options});
     job.advance({.steps = 3, .seconds = {}});
     if (world->rank() == 1) {
       job.request_stop();

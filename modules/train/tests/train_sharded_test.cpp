@@ -60,10 +60,11 @@ TEST_P(TrainSharded, EqualsOneProcessWithTheSameGlobalBatch) {
   options.clip = 0.5; // low enough to clip
   options.batch = 12;
   auto alone = steady_model(1);
-  TrainJob reference({.model = without_modes(alone, local_parameters(test::named_tensors(alone->named_parameters()))),
-                      .corpus = corpus,
-                      .world = comm::single(),
-                      .options = options});
+  TrainJob reference(
+      {.model = without_modes(alone, local_parameters(test::named_tensors(alone->named_parameters()))),
+       .corpus = corpus,
+       .world = comm::single(),
+       .options = options});
   const auto expected = reference.advance({});
   const auto expected_parameters = whole_copies(alone);
 
@@ -75,7 +76,11 @@ TEST_P(TrainSharded, EqualsOneProcessWithTheSameGlobalBatch) {
   ebb::test::spawn_ranks(world_size, [&](const std::shared_ptr<comm::Communicator>& world) {
     auto& model = models[world->rank()];
     auto shards = sharded(model, world);
-    TrainJob job({.model = without_modes(model, sharded_parameters(shards)), .corpus = corpus, .world = world, .options = options});
+    TrainJob job(
+        {.model = without_modes(model, sharded_parameters(shards)),
+         .corpus = corpus,
+         .world = world,
+         .options = options});
     const auto status = job.advance({});
     EXPECT_NEAR(status.metrics.at("loss"), expected.metrics.at("loss"), 1e-5);
     EXPECT_NEAR(status.metrics.at("grad_norm"), expected.metrics.at("grad_norm"), 1e-5);
@@ -99,7 +104,10 @@ TEST(TrainShardedJob, PausedAndResumedEqualsTheUninterruptedRunBitForBit) {
   ebb::test::spawn_ranks(2, [&](const std::shared_ptr<comm::Communicator>& world) {
     const auto job_on = [&](TinyModel& model, const shard::ShardedModel& shards) {
       return std::make_unique<TrainJob>(TrainSetup{
-          .model = without_modes(model, sharded_parameters(shards)), .corpus = corpus, .world = world, .options = tiny_options()});
+          .model = without_modes(model, sharded_parameters(shards)),
+          .corpus = corpus,
+          .world = world,
+          .options = tiny_options()});
     };
     auto& model = whole[world->rank()];
     auto shards = sharded(model, world);
@@ -130,10 +138,11 @@ TEST(TrainReplicated, EqualsOneProcessWithTheSameGlobalBatch) {
   auto options = tiny_options();
   options.batch = 4;
   auto alone = steady_model(1);
-  TrainJob reference({.model = without_modes(alone, local_parameters(test::named_tensors(alone->named_parameters()))),
-                      .corpus = corpus,
-                      .world = comm::single(),
-                      .options = options});
+  TrainJob reference(
+      {.model = without_modes(alone, local_parameters(test::named_tensors(alone->named_parameters()))),
+       .corpus = corpus,
+       .world = comm::single(),
+       .options = options});
   reference.advance({});
   const auto expected = whole_copies(alone);
   options.batch = 2;
@@ -141,7 +150,11 @@ TEST(TrainReplicated, EqualsOneProcessWithTheSameGlobalBatch) {
   ebb::test::spawn_ranks(2, [&](const std::shared_ptr<comm::Communicator>& world) {
     auto& model = models[world->rank()];
     const auto copy = replicate(model, {.mesh = comm::Mesh(world)});
-    TrainJob job({.model = without_modes(model, replicated_parameters(copy)), .corpus = corpus, .world = world, .options = options});
+    TrainJob job(
+        {.model = without_modes(model, replicated_parameters(copy)),
+         .corpus = corpus,
+         .world = world,
+         .options = options});
     job.advance({});
     EXPECT_LT(largest_difference(whole_copies(model), expected), 1e-4);
   });

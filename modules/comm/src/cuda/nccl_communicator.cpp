@@ -5,10 +5,10 @@
 
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/NCCLUtils.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
-#include <torch/torch.h>
 
 #include <cstdlib>
 #include <thread>
@@ -138,14 +138,15 @@ class NcclCommunicator final : public Communicator {
     });
   }
 
-  std::unique_ptr<Work> all_reduce(const at::Tensor& tensor, ReduceOp op, double divisor, std::string_view unit) override {
+  std::unique_ptr<Work> all_reduce(
+      const at::Tensor& tensor, ReduceOp op, double divisor, std::string_view unit) override {
     if (!tensor.is_cuda()) {
       return by_control(Op::kAllReduce, [&] { return control_->all_reduce(tensor, op, divisor, unit); });
     }
     check_all_reduce(tensor, divisor, c10::kCUDA, unit);
     TORCH_CHECK_VALUE(
-        op == ReduceOp::kSum || divisor == 1, "[all_reduce] unit '", unit, "': NCCL cannot divide a maximum; got divisor ",
-        divisor, ", pass 1 and divide afterwards");
+        op == ReduceOp::kSum || divisor == 1, "[all_reduce] unit '", unit,
+        "': NCCL cannot divide a maximum; got divisor ", divisor, ", pass 1 and divide afterwards");
     const auto bytes = static_cast<std::int64_t>(tensor.nbytes());
     return start(Op::kAllReduce, unit, tensor, 2 * bytes * (size() - 1) / size(), [&] {
       std::vector<at::Tensor> tensors{tensor};
@@ -257,8 +258,9 @@ std::shared_ptr<Communicator> connect_nccl(
   const auto status = cuda_status();
   if (status.num_gpus == 0) {
     C10_THROW_ERROR(
-        NotImplementedError,
-        c10::str("[connect] backend 'nccl' needs a GPU; this is ", status.text, ". Use backend 'gloo', or check the driver"));
+        NotImplementedError, c10::str(
+                                 "[connect] backend 'nccl' needs a GPU; this is ", status.text,
+                                 ". Use backend 'gloo', or check the driver"));
   }
   return std::make_shared<NcclCommunicator>(store, std::move(control), options, std::move(health));
 }

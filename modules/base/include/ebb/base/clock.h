@@ -21,7 +21,8 @@ class ScriptedClock : public Clock {
     return now_;
   }
   std::chrono::system_clock::time_point wall() const override {
-    return std::chrono::system_clock::time_point(std::chrono::duration_cast<std::chrono::system_clock::duration>(now_.time_since_epoch()));
+    return std::chrono::system_clock::time_point(
+        std::chrono::duration_cast<std::chrono::system_clock::duration>(now_.time_since_epoch()));
   }
   void advance(std::chrono::nanoseconds by) {
     now_ += by;

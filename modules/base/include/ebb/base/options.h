@@ -20,11 +20,12 @@ namespace ebb {
 //   template <class Visit> static void fields(Visit&& visit) {
 //     visit("lr", &TrainOptions::lr, "Peak learning rate.", above(0));
 //   }
-// From that list come the checks below, command-line flags, their help, the keys of a configuration file, and the record
-// of what a run really used. A member is a bool, std::int64_t, double, std::string, a std::vector<std::string>, a
-// std::array of numbers, or a std::optional of one of these.
+// From that list come the checks below, command-line flags, their help, the keys of a configuration file, and the
+// record of what a run really used. A member is a bool, std::int64_t, double, std::string, a std::vector<std::string>,
+// a std::array of numbers, or a std::optional of one of these.
 
-/// Which values a field may have, and how they are read. For numbers (each one of an array): the range. For strings: the choices, if any.
+/// Which values a field may have, and how they are read. For numbers (each one of an array): the range. For strings:
+/// the choices, if any.
 struct Bounds {
   double min = -std::numeric_limits<double>::infinity();
   double max = std::numeric_limits<double>::infinity();

@@ -22,8 +22,8 @@ struct ProgressOptions {
 };
 
 /// Shows how far a long piece of work has come: a bar with speed and time left on a terminal, else a plain line now and
-/// then. Draws only when it is told of progress, so it needs no thread. Whether this rank is the one that shows anything
-/// is the caller's matter.
+/// then. Draws only when it is told of progress, so it needs no thread. Whether this rank is the one that shows
+/// anything is the caller's matter.
 ///
 ///   [########------------]  40% 120/300 steps, 3.1 steps/s, 0:58 left, loss 1.73
 ///

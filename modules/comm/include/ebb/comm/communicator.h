@@ -65,14 +65,17 @@ class Communicator {
 
   /// Fills `output`, size() times the elements of `input`, with the inputs in rank order. `input` may be this rank's own
   /// part of `output`. Cost: each rank sends (size - 1) inputs.
-  virtual std::unique_ptr<Work> all_gather(const at::Tensor& output, const at::Tensor& input, std::string_view unit) = 0;
+  virtual std::unique_ptr<Work> all_gather(
+      const at::Tensor& output, const at::Tensor& input, std::string_view unit) = 0;
 
   /// Sums the inputs, divides by `divisor`, and leaves this rank's part, input / size() elements, in `output`.
   /// Cost: each rank sends (size - 1) / size of an input.
-  virtual std::unique_ptr<Work> reduce_scatter(const at::Tensor& output, const at::Tensor& input, double divisor, std::string_view unit) = 0;
+  virtual std::unique_ptr<Work> reduce_scatter(
+      const at::Tensor& output, const at::Tensor& input, double divisor, std::string_view unit) = 0;
 
   /// Sums (or takes the maximum) in place and divides by `divisor`. Any number of elements.
-  virtual std::unique_ptr<Work> all_reduce(const at::Tensor& tensor, ReduceOp op, double divisor, std::string_view unit) = 0;
+  virtual std::unique_ptr<Work> all_reduce(
+      const at::Tensor& tensor, ReduceOp op, double divisor, std::string_view unit) = 0;
 
   /// Copies `root`'s tensor to every rank.
   virtual std::unique_ptr<Work> broadcast(const at::Tensor& tensor, int root, std::string_view unit) = 0;

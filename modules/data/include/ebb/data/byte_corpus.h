@@ -16,8 +16,8 @@ enum class Split { kTrain, kValidation };
 /// How a corpus is cut.
 struct ByteCorpusOptions {
   std::vector<std::string> files = {}; ///< At least one.
-  /// Lines at which a new document begins, compared without surrounding spaces. Each must occur at least once in the files
-  /// together. Empty: every file is one document.
+  /// Lines at which a new document begins, compared without surrounding spaces. Each must occur at least once in the
+  /// files together. Empty: every file is one document.
   std::vector<std::string> document_start = {};
   std::int64_t context = 64; ///< Tokens the model sees; a window has one byte more, the last target.
   double validation_fraction = 0.1; ///< Of each document, taken from its end; in [0, 1).
@@ -35,15 +35,15 @@ struct Document {
 /// Text files as byte-level tokens, cut into documents, split, and cut into windows of context + 1 bytes.
 ///
 /// Windows start every `context` bytes, so that each byte but a part's first is a target once; they cross neither a
-/// document's end nor the border between training and validation. The bytes that do not fill a last window are left out.
-/// Numbered from 0 in file order, separately for the two splits.
+/// document's end nor the border between training and validation. The bytes that do not fill a last window are left
+/// out. Numbered from 0 in file order, separately for the two splits.
 ///
 /// Thread-safe: nothing changes after construction. Cost: one pass over the files when `document_start` is given, else
 /// none; no copy of the text is held.
 class ByteCorpus {
  public:
-  /// @throws ValueError for options out of range, files that cannot be opened, start lines that never occur; FormatError
-  ///         for an empty file, and where no file has a part that is long enough for one training window.
+  /// @throws ValueError for options out of range, files that cannot be opened, start lines that never occur;
+  ///         FormatError for an empty file, and where no file has a part that is long enough for one training window.
   explicit ByteCorpus(ByteCorpusOptions options);
 
   const ByteCorpusOptions& options() const {
@@ -92,8 +92,8 @@ struct WordCount {
   }
 };
 
-/// A word is a longest run of the letters A to Z, compared without case. A word that touches the end of `text` may be cut
-/// and is not counted. Cost: one pass over the corpus; memory for the words of `text` only.
+/// A word is a longest run of the letters A to Z, compared without case. A word that touches the end of `text` may be
+/// cut and is not counted. Cost: one pass over the corpus; memory for the words of `text` only.
 WordCount count_known_words(std::string_view text, const ByteCorpus& corpus, std::size_t min_letters = 3);
 
 } // namespace ebb::data

@@ -29,16 +29,17 @@ struct Cursor {
 /// The training windows in the order in which a job reads them: one endless sequence, the concatenation of one random
 /// permutation an epoch, which depends on the seed and the epoch alone.
 ///
-/// A global batch of n windows is the next n of the sequence; rank r of W takes the r-th of its W equal parts. So training
-/// with W ranks of m windows reads the same as one rank of W x m, and a cursor can be taken up with another number of ranks.
+/// A global batch of n windows is the next n of the sequence; rank r of W takes the r-th of its W equal parts. So
+/// training with W ranks of m windows reads the same as one rank of W x m, and a cursor can be taken up with another
+/// number of ranks.
 ///
 /// Memory: 8 bytes a window.
 class WindowOrder {
  public:
   WindowOrder(std::shared_ptr<const ByteCorpus> corpus, std::uint64_t seed);
 
-  /// The next global batch's part for `rank`; moves on by per_rank x world_size windows. Not collective: every rank keeps an
-  /// order of its own and calls it with the same sizes.
+  /// The next global batch's part for `rank`; moves on by per_rank x world_size windows. Not collective: every rank
+  /// keeps an order of its own and calls it with the same sizes.
   std::vector<std::int64_t> next(std::int64_t per_rank, int rank, int world_size);
 
   Cursor cursor() const {

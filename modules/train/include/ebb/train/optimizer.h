@@ -22,8 +22,8 @@ class Optimizer {
   virtual void load(const std::string& bytes) = 0;
 };
 
-/// The optimizer that options.optimizer names, with LibTorch's defaults for what the options leave open; adamw and sgd with
-/// its fused kernels.
+/// The optimizer that options.optimizer names, with LibTorch's defaults for what the options leave open; adamw and sgd
+/// with its fused kernels.
 /// @throws ValueError for an unknown name, and for "lbfgs", which cannot run on shards.
 std::unique_ptr<Optimizer> make_optimizer(const TrainOptions& options, std::vector<at::Tensor> parameters);
 

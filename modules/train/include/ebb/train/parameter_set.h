@@ -23,7 +23,8 @@ class ParameterSet {
  public:
   virtual ~ParameterSet() = default;
 
-  /// This rank's part of every parameter, by the model's names. Leaves with a grad after backward; what optimizers take.
+  /// This rank's part of every parameter, by the model's names. Leaves with a grad after backward; what optimizers
+  /// take.
   virtual std::vector<Named> named() const = 0;
   /// The norm of the gradient of the whole model, which is then scaled to at most `max_norm` (infinity does not scale).
   /// Collective.

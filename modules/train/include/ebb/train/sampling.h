@@ -20,14 +20,16 @@ struct SampleOptions {
   std::string prompt = "\n"; ///< At least one byte; not part of the result.
 };
 
-/// Text that a byte-level model writes after the prompt, one forward a byte, without gradients. Logits beyond byte 255 are
-/// not sampled. Collective where the model's forward is; every rank needs an equal `rng` and then gets the same text.
+/// Text that a byte-level model writes after the prompt, one forward a byte, without gradients. Logits beyond byte 255
+/// are not sampled. Collective where the model's forward is; every rank needs an equal `rng` and then gets the same
+/// text.
 /// @param logits  int64 tokens [1, T] to logits [1, T, V], V >= 256, on the CPU or the tokens' device.
 std::string sample_text(
-    const std::function<at::Tensor(const at::Tensor& tokens_BT)>& logits, const SampleOptions& options, Rng rng, c10::Device device);
+    const std::function<at::Tensor(const at::Tensor& tokens_BT)>& logits, const SampleOptions& options, Rng rng,
+    c10::Device device);
 
-/// `text` with every byte that is neither printable ASCII nor a newline replaced by '?': a model may write anything, also
-/// what a terminal would obey.
+/// `text` with every byte that is neither printable ASCII nor a newline replaced by '?': a model may write anything,
+/// also what a terminal would obey.
 std::string printable(std::string_view text);
 
 } // namespace ebb::train

@@ -7,8 +7,8 @@
 
 namespace ebb::train {
 
-/// Writes every metric of a run as a TensorBoard curve, "train/loss" and so on, and samples as text. A metric that has a
-/// group in its name already ("eval/loss") keeps it. When the disk is full it says so once and writes no more.
+/// Writes every metric of a run as a TensorBoard curve, "train/loss" and so on, and samples as text. A metric that has
+/// a group in its name already ("eval/loss") keeps it. When the disk is full it says so once and writes no more.
 class TensorBoardObserver final : public Observer {
  public:
   /// @throws ValueError when `directory` cannot be written.

@@ -41,8 +41,8 @@ struct TrainTotals {
 /// Trains a language model on the bytes of a corpus: the loop behind `ebb train`.
 ///
 /// One step: the next global batch, forward, backward, clipping, optimizer at the scheduled rate. After steps that
-/// eval_every and sample_every name, and after the last, it evaluates and samples. W ranks of `batch` sequences train as
-/// one rank of W x batch would, up to rounding.
+/// eval_every and sample_every name, and after the last, it evaluates and samples. W ranks of `batch` sequences train
+/// as one rank of W x batch would, up to rounding.
 ///
 /// Metrics: "loss" (mean over the global batch, before the step's update), "grad_norm" (before clipping), "lr",
 /// "tokens_per_second" (all ranks), "tflops" (this rank), "peak_memory_bytes" (this rank); "eval/loss".
@@ -72,7 +72,8 @@ class TrainJob final : public Job {
 
   void stop() override;
 
-  /// Asks to end the running (or next) advance after its step, on all ranks. Safe from any thread and in a signal handler.
+  /// Asks to end the running (or next) advance after its step, on all ranks. Safe from any thread and in a signal
+  /// handler.
   void request_stop() noexcept {
     stop_asked_.store(true, std::memory_order_relaxed);
   }

@@ -34,7 +34,9 @@ struct TrainOptions {
     using O = TrainOptions;
     visit("steps", &O::steps, "Optimizer steps.", at_least(1));
     visit("batch", &O::batch, "Sequences a step on each rank.", at_least(1));
-    visit("optimizer", &O::optimizer, "adamw, adam, sgd, rmsprop or adagrad.", any_value()); // names checked by make_optimizer
+    visit(
+        "optimizer", &O::optimizer, "adamw, adam, sgd, rmsprop or adagrad.",
+        any_value()); // names checked by make_optimizer
     visit("lr", &O::lr, "Peak learning rate.", above(0));
     visit("min_lr", &O::min_lr, "Learning rate at the last step; the cosine ends there.", at_least(0));
     visit("warmup", &O::warmup, "Steps over which the learning rate rises to its peak.", at_least(0));
@@ -43,8 +45,11 @@ struct TrainOptions {
     visit("weight_decay", &O::weight_decay, "Weight decay of all parameters.", at_least(0));
     visit("clip", &O::clip, "Largest global L2 norm of the gradients; 0 does not clip.", at_least(0));
     visit("seed", &O::seed, "Of the initial parameters, the order of the data and the samples.", at_least(0));
-    visit("eval_every", &O::eval_every, "Steps between evaluations; 0 evaluates after the last step only.", at_least(0));
-    visit("eval_batches", &O::eval_batches, "Global batches an evaluation reads, spread over the validation text; 0 reads all.", at_least(0));
+    visit(
+        "eval_every", &O::eval_every, "Steps between evaluations; 0 evaluates after the last step only.", at_least(0));
+    visit(
+        "eval_batches", &O::eval_batches,
+        "Global batches an evaluation reads, spread over the validation text; 0 reads all.", at_least(0));
     visit("sample_every", &O::sample_every, "Steps between samples; 0 samples after the last step only.", at_least(0));
     visit("sample_length", &O::sample_length, "Bytes a sample has; 0 turns samples off.", at_least(0));
     visit("temperature", &O::temperature, "Of sampling; 0 takes the likeliest byte.", at_least(0));

@@ -145,7 +145,7 @@ TEST(Doctor, GlooAddsUpOverTwoRanks) {
 
 TEST(Doctor, AGlooGroupThatCannotFormFailsWithTheReason) {
   const auto check = check_gloo("192.0.2.1"); // reserved for documentation, so no host has it
-  ASSERT_EQ(name_of(check.verdict), "fail");
+  ASSERT_EQ(name_of(check.verdict), "fail") << check.value;
   EXPECT_FALSE(check.value.empty());
   EXPECT_THAT(check.remedy, HasSubstr("127.0.0.1"));
   RecordProperty("reason", check.value);

@@ -1,7 +1,10 @@
 #include "ebb/shard/wrap_policy.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <memory>
+#include <set>
 #include <string_view>
 
 namespace ebb::shard {
@@ -39,14 +42,31 @@ WrapPolicy wrap_by_class(std::vector<std::string> class_names) {
 }
 
 WrapPolicy wrap_by_name(std::vector<std::string> names) {
-  return [names = std::move(names)](const ModuleInfo& info) {
+  // Modules are shown children first and the root last: what has not been seen by then is not in the model.
+  auto unseen = std::make_shared<std::set<std::string>>(names.begin(), names.end());
+  return [names = std::move(names), unseen](const ModuleInfo& info) {
+    unseen->erase(info.name);
+    if (info.depth == 0 && !unseen->empty()) {
+      const auto missing = *unseen->begin();
+      unseen->insert(names.begin(), names.end());
+      TORCH_CHECK_VALUE(
+          false, "[wrap_by_name] expected names of modules of the model, got '", missing,
+          "', which is not among them; see model.named_modules()");
+    }
+    if (info.depth == 0) {
+      unseen->insert(names.begin(), names.end()); // for the next model
+    }
     return std::find(names.begin(), names.end(), info.name) != names.end();
   };
 }
 
 WrapPolicy wrap_any(std::vector<WrapPolicy> policies) {
   return [policies = std::move(policies)](const ModuleInfo& info) {
-    return std::any_of(policies.begin(), policies.end(), [&](const auto& policy) { return policy(info); });
+    bool any = false;
+    for (const auto& policy : policies) { // all of them: wrap_by_name wants to see every module
+      any = policy(info) || any;
+    }
+    return any;
   };
 }
 

@@ -417,5 +417,18 @@ TEST(WrapPolicy, ChoosesUnitsByClassSizeNamePredicateAndNested) {
   EXPECT_EQ(units(wrap_any({wrap_by_class({"Block"}), wrap_by_name({"blocks.1.qkv"})})), 5);
 }
 
+TEST(WrapPolicy, ByNameRefusesANameThatTheModelLacksAlsoInsideWrapAny) {
+  for (const bool nested : {false, true}) {
+    auto chain = make_chain(2);
+    auto policy = wrap_by_name({"0", "7"});
+    if (nested) {
+      policy = wrap_any({wrap_by_class({"Linear"}), policy});
+    }
+    EXPECT_THAT(
+        test::error_of([&] { fully_shard(chain, {.mesh = comm::Mesh(comm::single()), .wrap = policy}); }),
+        ::testing::AllOf(HasSubstr("got '7'"), HasSubstr("names of modules")));
+  }
+}
+
 } // namespace
 } // namespace ebb::shard

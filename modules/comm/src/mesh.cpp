@@ -43,8 +43,10 @@ Mesh Mesh::replicate_by_shard(std::shared_ptr<Communicator> world, int replicate
     replicas[i] = i * shard + column;
   }
   std::iota(shards.begin(), shards.end(), row * shard);
-  mesh.groups_.push_back(world->split(replicas, "replicate" + std::to_string(column)));
-  mesh.groups_.push_back(world->split(shards, "shard" + std::to_string(row)));
+  // Ranks count the uses of a name, so those of one group must have used it equally often: not across shapes.
+  const auto shape = std::to_string(replicate) + "x" + std::to_string(shard);
+  mesh.groups_.push_back(world->split(replicas, shape + "/replicate" + std::to_string(column)));
+  mesh.groups_.push_back(world->split(shards, shape + "/shard" + std::to_string(row)));
   mesh.world_ = std::move(world);
   return mesh;
 }

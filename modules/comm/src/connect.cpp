@@ -5,6 +5,7 @@
 
 #include "connect_nccl.h"
 #include "failure.h"
+#include "hierarchical_communicator.h"
 #include "peer_communicator.h"
 #include "socket_communicator.h"
 
@@ -55,31 +56,64 @@ std::vector<std::string> share(
   return all;
 }
 
-/// Peers' memory, where every rank of the group can read every other's; else nullptr. Collective.
-std::unique_ptr<PeerMemory> attach_peers(
-    const StorePtr& store, Health& health, int rank, int size, const GroupOptions& options) {
+/// Where the ranks of a group are, as seen by one of them.
+struct Neighbourhood {
+  HostLayout layout;
+  std::unique_ptr<PeerMemory> memory; ///< Attached to the ranks of this host; nullptr where some of them cannot.
+};
+
+/// Collective.
+Neighbourhood look_around(const StorePtr& store, Health& health, int rank, int size, const GroupOptions& options) {
+  TORCH_CHECK_VALUE(
+      options.host.find('\n') == std::string::npos, "[connect] expected a host name of one line, got '", options.host,
+      "'");
   auto memory = std::make_unique<PeerMemory>(rank, size);
   std::string trouble = options.same_host_reads ? memory->unavailable() : "it is off (GroupOptions::same_host_reads)";
-  const auto texts = share(store, health, "peer", trouble.empty() ? memory->address().text() : "", rank, size);
+  const auto host = options.host.empty() ? host_identity() : options.host;
+  const auto texts =
+      share(store, health, "peer", host + '\n' + (trouble.empty() ? memory->address().text() : ""), rank, size);
+  std::vector<std::string> hosts;
   std::vector<PeerAddress> peers;
-  for (int r = 0; r < size; ++r) {
-    if (texts[r].empty() && trouble.empty()) {
-      trouble = "rank " + std::to_string(r) + " cannot or will not";
+  for (const auto& text : texts) {
+    const auto end = text.find('\n');
+    hosts.push_back(text.substr(0, end));
+    peers.push_back(PeerAddress::parse(text.substr(end + 1)));
+  }
+  Neighbourhood found{HostLayout(hosts), nullptr};
+  const auto& here = found.layout.ranks_of(found.layout.host_of(rank));
+  for (const int mate : here) {
+    if (peers[mate].host.empty() && trouble.empty()) {
+      trouble = "rank " + std::to_string(mate) + " cannot or will not";
     }
-    peers.push_back(PeerAddress::parse(texts[r]));
   }
   if (trouble.empty()) {
-    trouble = memory->attach(peers);
+    trouble = memory->attach(peers, here);
   }
   const auto troubles = share(store, health, "attached", trouble, rank, size);
   memory->close_descriptor();
-  for (int r = 0; r < size; ++r) {
-    if (!troubles[r].empty()) {
-      log::debug("ranks talk over sockets, not by reading each other's memory; rank {} says: {}", r, troubles[r]);
-      return nullptr;
+  for (const int mate : here) {
+    if (!troubles[mate].empty()) {
+      log::debug(
+          "ranks of this host talk over sockets, not by reading each other's memory; rank {} says: {}", mate,
+          troubles[mate]);
+      return found;
     }
   }
-  return memory;
+  found.memory = std::move(memory);
+  return found;
+}
+
+std::shared_ptr<Communicator> connect_gloo(
+    const StorePtr& store, int rank, int size, const GroupOptions& options, const std::shared_ptr<Health>& health) {
+  auto [layout, memory] = look_around(store, *health, rank, size, options);
+  if (layout.num_hosts() == 1 && memory) {
+    return std::make_shared<PeerCommunicator>(store, rank, size, options, health, std::move(memory));
+  }
+  if (layout.num_hosts() == 1 || layout.num_rails() == 1) {
+    return std::make_shared<SocketCommunicator>(store, rank, size, options, health, std::move(layout));
+  }
+  return std::make_shared<HierarchicalCommunicator>(
+      store, rank, size, options, health, std::move(layout), std::move(memory));
 }
 
 std::string joined(const std::vector<std::string>& clauses) {
@@ -108,11 +142,7 @@ std::shared_ptr<Communicator> connect(const StorePtr& store, int rank, int size,
   auto health = std::make_shared<Health>(store, rank, size, options);
   std::shared_ptr<Communicator> group;
   try {
-    if (auto memory = attach_peers(store, *health, rank, size, options)) {
-      group = std::make_shared<PeerCommunicator>(store, rank, size, options, health, std::move(memory));
-    } else {
-      group = std::make_shared<SocketCommunicator>(store, rank, size, options, health);
-    }
+    group = connect_gloo(store, rank, size, options, health);
     if (options.backend == "nccl" || (options.backend == "auto" && cuda_status().num_gpus > 0)) {
       group = connect_nccl(store, std::move(group), options, health);
     }

@@ -27,7 +27,7 @@ namespace ebb::comm {
 // each read. Who waits sleeps on a futex in its own block (`bell`), which peers ring after each change if it sleeps.
 
 inline constexpr int kSlots = 64; ///< Operations that a rank may have posted and its peers not yet read.
-inline constexpr int kMaxPeers = 64; ///< Ranks of a group.
+inline constexpr int kMaxPeers = 64; ///< Ranks of a host.
 inline constexpr std::int64_t kInlineBytes = 2048;
 static_assert(
     kInlineBytes >= kOnePhaseBytes, "an all-reduce of one phase overwrites its input before peers have read it");

@@ -190,6 +190,9 @@ std::shared_ptr<Communicator> init(const LaunchEnvironment& environment, const G
   override_ms("EBB_HEARTBEAT_MS", options.heartbeat);
   override_ms("EBB_DEAD_AFTER_MS", options.dead_after);
   override_ms("EBB_TIMEOUT_MS", options.timeout);
+  if (const char* host = std::getenv("EBB_HOST_ID"); host && *host) {
+    options.host = host;
+  }
   if (env.world_size == 1) {
     return options.backend == "auto" || options.backend == "single"
                ? single()

@@ -3,6 +3,7 @@
 #include "ordered_sum.h"
 
 #include <cmath>
+#include <numeric>
 
 namespace ebb::comm {
 namespace {
@@ -50,11 +51,11 @@ std::string_view name_of(Op op) {
 }
 
 std::int64_t Traffic::total_bytes_sent() const {
-  std::int64_t total = 0;
-  for (const auto bytes : bytes_sent) {
-    total += bytes;
-  }
-  return total;
+  return std::accumulate(bytes_sent.begin(), bytes_sent.end(), std::int64_t{0});
+}
+
+std::int64_t Traffic::total_bytes_across_hosts() const {
+  return std::accumulate(bytes_across_hosts.begin(), bytes_across_hosts.end(), std::int64_t{0});
 }
 
 std::shared_ptr<Communicator> Communicator::split(const std::vector<int>& /*ranks*/, const std::string& name) {

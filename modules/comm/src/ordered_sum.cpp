@@ -191,4 +191,35 @@ void combine_in_order(
   }
 }
 
+c10::ScalarType sum_dtype_of(c10::ScalarType dtype) {
+  const bool half = dtype == c10::ScalarType::BFloat16 || dtype == c10::ScalarType::Half;
+  return half ? c10::ScalarType::Float : dtype;
+}
+
+void widen_halves(float* out, const void* halves, std::size_t count, c10::ScalarType dtype) {
+  const auto widen_all = [&](const auto* from) {
+    for (std::size_t i = 0; i < count; ++i) {
+      out[i] = widen(from[i]);
+    }
+  };
+  if (dtype == c10::ScalarType::BFloat16) {
+    widen_all(static_cast<const BFloat16Bits*>(halves));
+  } else {
+    widen_all(static_cast<const c10::Half*>(halves));
+  }
+}
+
+void narrow_to_halves(void* out, const float* sums, std::size_t count, c10::ScalarType dtype) {
+  const auto narrow_all = [&]<class T>(T* to) {
+    for (std::size_t i = 0; i < count; ++i) {
+      to[i] = narrow<T>(sums[i]);
+    }
+  };
+  if (dtype == c10::ScalarType::BFloat16) {
+    narrow_all(static_cast<BFloat16Bits*>(out));
+  } else {
+    narrow_all(static_cast<c10::Half*>(out));
+  }
+}
+
 } // namespace ebb::comm

@@ -18,4 +18,11 @@ void combine_in_order(
     void* out, const void* const* sources, int num_sources, std::size_t count, c10::ScalarType dtype, ReduceOp op,
     double divisor);
 
+/// The dtype in which a sum of `dtype` is taken: float for half types, else its own.
+c10::ScalarType sum_dtype_of(c10::ScalarType dtype);
+
+// For sums of half types that are taken in several steps: what combine_in_order() does at their ends.
+void widen_halves(float* out, const void* halves, std::size_t count, c10::ScalarType dtype);
+void narrow_to_halves(void* out, const float* sums, std::size_t count, c10::ScalarType dtype);
+
 } // namespace ebb::comm

@@ -29,17 +29,6 @@ std::string first_line(const char* path) {
   return line;
 }
 
-std::string host_text() {
-  struct stat pid_namespace {};
-  struct stat user_namespace {};
-  ::stat("/proc/self/ns/pid", &pid_namespace);
-  ::stat("/proc/self/ns/user", &user_namespace);
-  std::ostringstream text;
-  text << first_line("/proc/sys/kernel/random/boot_id") << '/' << pid_namespace.st_ino << '/' << user_namespace.st_ino
-       << '/' << ::geteuid();
-  return text.str();
-}
-
 // Where the Yama security module is at its usual setting, a process may be read by its ancestors only, and by whom it
 // names and their descendants: our launcher's other children are the other ranks.
 void allow_siblings() {
@@ -59,6 +48,17 @@ std::string errno_text(const char* what) {
 
 } // namespace
 
+std::string host_identity() {
+  struct stat pid_namespace {};
+  struct stat user_namespace {};
+  ::stat("/proc/self/ns/pid", &pid_namespace);
+  ::stat("/proc/self/ns/user", &user_namespace);
+  std::ostringstream text;
+  text << first_line("/proc/sys/kernel/random/boot_id") << '/' << pid_namespace.st_ino << '/' << user_namespace.st_ino
+       << '/' << ::geteuid();
+  return text.str();
+}
+
 std::string PeerAddress::text() const {
   std::ostringstream text;
   text << host << ' ' << pid << ' ' << fd << ' ' << nonce_address << ' ' << nonce;
@@ -72,10 +72,6 @@ PeerAddress PeerAddress::parse(const std::string& text) {
 }
 
 PeerMemory::PeerMemory(int rank, int size) : rank_(rank), blocks_(size, nullptr) {
-  if (size > kMaxPeers) {
-    unavailable_ = "more than " + std::to_string(kMaxPeers) + " ranks";
-    return;
-  }
   fd_ = ::memfd_create("ebb-control", MFD_CLOEXEC);
   if (fd_ < 0 || ::ftruncate(fd_, sizeof(ControlBlock)) != 0) {
     unavailable_ = errno_text("memfd_create");
@@ -109,12 +105,15 @@ void PeerMemory::close_descriptor() {
 }
 
 PeerAddress PeerMemory::address() const {
-  return {host_text(), ::getpid(), fd_, reinterpret_cast<std::uint64_t>(&nonce_), nonce_};
+  return {host_identity(), ::getpid(), fd_, reinterpret_cast<std::uint64_t>(&nonce_), nonce_};
 }
 
-std::string PeerMemory::attach(const std::vector<PeerAddress>& peers) {
+std::string PeerMemory::attach(const std::vector<PeerAddress>& peers, const std::vector<int>& ranks) {
   peers_ = peers;
-  for (int peer = 0; peer < static_cast<int>(peers.size()); ++peer) {
+  if (ranks.size() > kMaxPeers) {
+    return "more than " + std::to_string(kMaxPeers) + " ranks on one host";
+  }
+  for (const int peer : ranks) {
     const auto& at = peers[peer];
     const auto name = "rank " + std::to_string(peer) + ": ";
     if (at.host != peers[rank_].host) {

@@ -11,9 +11,13 @@
 
 namespace ebb::comm {
 
+/// Equal for processes of one host that could read each other's memory, as far as their surroundings go: boot, PID and
+/// user namespace, user. Without spaces.
+std::string host_identity();
+
 /// What another process must know to read this rank's memory.
 struct PeerAddress {
-  std::string host; ///< Equal where processes can name and read each other: boot, PID namespace, user.
+  std::string host; ///< host_identity() of it.
   pid_t pid = 0;
   int fd = -1; ///< Of the control block.
   std::uint64_t nonce_address = 0;
@@ -37,9 +41,11 @@ class PeerMemory {
   }
   PeerAddress address() const;
 
-  /// Maps the peers' blocks and reads a value from each peer.
+  /// Maps the blocks of the peers among `ranks` and reads a value from each of them. The others can be neither read nor
+  /// rung.
+  /// @param peers  By rank.
   /// @return  Why it cannot; empty where it can. Peers may try ours until all have said how it went.
-  std::string attach(const std::vector<PeerAddress>& peers);
+  std::string attach(const std::vector<PeerAddress>& peers, const std::vector<int>& ranks);
   /// All peers have our block: the descriptor is not needed any more.
   void close_descriptor();
 

@@ -2,33 +2,18 @@
 
 #include "exchange.h"
 #include "failure.h"
-#include "ordered_sum.h"
-#include "socket_operation.h"
 
 #include "ebb/base/log.h"
 
-#include <algorithm>
-
 namespace ebb::comm {
-namespace {
-
-enum Phase { kHeader = 0, kFirst = 1, kSecond = 2 };
-
-// Distinct for the operations in flight and their phases. The bytes are mixed in so that transfers of ranks that
-// disagree never meet: Gloo ends the process where a message is longer than its receiver expects.
-int tag_of(const Operation& operation, Phase phase) {
-  std::uint64_t mixed =
-      phase == kHeader ? 0 : static_cast<std::uint64_t>(operation.bytes) * 6 + static_cast<std::uint64_t>(operation.op);
-  mixed *= 0x9E3779B97F4A7C15ULL;
-  return static_cast<int>((operation.number & 0xffff) << 15 | static_cast<std::uint64_t>(phase) << 13 | mixed >> 51);
-}
-
-} // namespace
-
 SocketCommunicator::SocketCommunicator(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const GroupOptions& options,
-    std::shared_ptr<Health> health)
-    : Communicator(rank, size), store_(store), options_(options), health_(std::move(health)) {
+    std::shared_ptr<Health> health, HostLayout layout)
+    : Communicator(rank, size),
+      layout_(std::move(layout)),
+      health_(std::move(health)),
+      store_(store),
+      options_(options) {
   capabilities_ = {
       .backend = "gloo",
       .all_gather = "direct send and receive",
@@ -46,6 +31,13 @@ SocketCommunicator::SocketCommunicator(
 }
 
 SocketCommunicator::~SocketCommunicator() {
+  leave();
+}
+
+void SocketCommunicator::leave() {
+  if (!worker_.joinable()) {
+    return;
+  }
   const Operation leaving{.op = Op::kBarrier, .unit = "the end of the group", .step = step_};
   health_->drain(
       [this](std::chrono::milliseconds limit) {
@@ -107,19 +99,19 @@ SocketCommunicator::OperationPtr SocketCommunicator::begin(
   return operation;
 }
 
-void SocketCommunicator::send(SocketOperation& operation, const char* data, std::int64_t bytes, int peer, int phase) {
+void SocketCommunicator::send(
+    SocketOperation& operation, const char* data, std::int64_t bytes, int peer, Stream stream) {
   if (bytes > 0) {
-    operation.sends.push_back(transport_->send(
-        data, static_cast<std::size_t>(bytes), peer, tag_of(operation.info, static_cast<Phase>(phase))));
+    operation.sends.push_back(
+        transport_->send(data, static_cast<std::size_t>(bytes), peer, tag_of(operation.info, stream)));
   }
 }
 
 void SocketCommunicator::receive(
     SocketOperation& operation, std::vector<SocketTransport::Handle>& handles, char* data, std::int64_t bytes, int peer,
-    int phase) {
+    Stream stream) {
   if (bytes > 0) {
-    handles.push_back(transport_->receive(
-        data, static_cast<std::size_t>(bytes), peer, tag_of(operation.info, static_cast<Phase>(phase))));
+    handles.push_back(transport_->receive(data, static_cast<std::size_t>(bytes), peer, tag_of(operation.info, stream)));
   }
 }
 
@@ -209,6 +201,7 @@ void SocketCommunicator::run(const OperationPtr& operation) {
   } else {
     scratch_.give(std::move(op.scratch));
     op.kept.clear();
+    op.plan.reset();
   }
   {
     const std::lock_guard lock(op.mutex);
@@ -219,150 +212,9 @@ void SocketCommunicator::run(const OperationPtr& operation) {
   op.ended_changed.notify_all();
 }
 
-void SocketCommunicator::gather(SocketOperation& op, char* output, const char* input, std::int64_t bytes) {
-  for (int i = 1; i < size(); ++i) {
-    const int to = (rank() + i) % size();
-    const int from = (rank() - i + size()) % size();
-    receive(op, op.receives, output + from * bytes, bytes, from, kFirst);
-    send(op, input, bytes, to, kFirst);
-  }
-  if (char* own = output + rank() * bytes; bytes > 0 && own != input) {
-    std::memcpy(own, input, static_cast<std::size_t>(bytes));
-  }
-}
-
-std::unique_ptr<Work> SocketCommunicator::all_gather(
-    const at::Tensor& output, const at::Tensor& input, std::string_view unit) {
-  check_all_gather(output, input, size(), c10::kCPU, unit);
-  const auto bytes = static_cast<std::int64_t>(input.nbytes());
-  auto operation = begin(Op::kAllGather, unit, input.scalar_type(), bytes, 0);
-  count(Op::kAllGather, bytes * (size() - 1));
-  operation->kept = {output, input};
-  return submit(std::move(operation), [&](SocketOperation& op) {
-    gather(op, static_cast<char*>(output.mutable_data_ptr()), static_cast<const char*>(input.const_data_ptr()), bytes);
-  });
-}
-
-std::unique_ptr<Work> SocketCommunicator::reduce_scatter(
-    const at::Tensor& output, const at::Tensor& input, double divisor, std::string_view unit) {
-  check_reduce_scatter(output, input, divisor, size(), c10::kCPU, unit);
-  const auto bytes = static_cast<std::int64_t>(output.nbytes());
-  auto operation = begin(Op::kReduceScatter, unit, input.scalar_type(), bytes * size(), 0);
-  count(Op::kReduceScatter, bytes * (size() - 1));
-  operation->kept = {output, input};
-  return submit(std::move(operation), [&](SocketOperation& op) {
-    const auto* from = static_cast<const char*>(input.const_data_ptr());
-    auto sources = exchange_chunks(op, from, [bytes](int r) { return std::pair{bytes * r, bytes * (r + 1)}; });
-    op.finish = [out = output.mutable_data_ptr(), sources, n = static_cast<std::size_t>(output.numel()),
-                 dtype = output.scalar_type(), divisor] {
-      combine_in_order(out, sources.data(), static_cast<int>(sources.size()), n, dtype, ReduceOp::kSum, divisor);
-    };
-  });
-}
-
-// Sends each peer its chunk of `from` and receives theirs of this rank's chunk; the sources of the sum, in rank order.
-std::vector<const void*> SocketCommunicator::exchange_chunks(
-    SocketOperation& op, const char* from,
-    const std::function<std::pair<std::int64_t, std::int64_t>(int rank)>& chunk) {
-  const auto [begin, end] = chunk(rank());
-  const auto bytes = end - begin;
-  op.scratch = scratch_.take(static_cast<std::size_t>(bytes * (size() - 1)));
-  std::vector<const void*> sources(size());
-  sources[rank()] = from + begin;
-  char* free_space = op.scratch.data();
-  for (int i = 1; i < size(); ++i) {
-    const int to = (rank() + i) % size();
-    const int source = (rank() - i + size()) % size();
-    sources[source] = free_space;
-    receive(op, op.receives, free_space, bytes, source, kFirst);
-    free_space += bytes;
-    const auto [their_begin, their_end] = chunk(to);
-    send(op, from + their_begin, their_end - their_begin, to, kFirst);
-  }
-  return sources;
-}
-
-std::unique_ptr<Work> SocketCommunicator::all_reduce(
-    const at::Tensor& tensor, ReduceOp reduce, double divisor, std::string_view unit) {
-  check_all_reduce(tensor, divisor, c10::kCPU, unit);
-  const auto bytes = static_cast<std::int64_t>(tensor.nbytes());
-  auto operation = begin(Op::kAllReduce, unit, tensor.scalar_type(), bytes, static_cast<int>(reduce));
-  operation->kept = {tensor};
-  auto* data = static_cast<char*>(tensor.mutable_data_ptr());
-  const auto dtype = tensor.scalar_type();
-  count(Op::kAllReduce, all_reduce_bytes(tensor.numel(), tensor.element_size(), rank(), size()));
-  if (bytes <= kOnePhaseBytes) {
-    return submit(std::move(operation), [&](SocketOperation& op) {
-      auto sources = exchange_chunks(op, data, [bytes](int) { return std::pair{std::int64_t{0}, bytes}; });
-      op.finish = [this, &op, data, sources, n = static_cast<std::size_t>(tensor.numel()), dtype, reduce, divisor] {
-        for (const auto& handle : op.sends) {
-          transport_->wait(handle); // The sum overwrites what is sent.
-        }
-        op.sends.clear();
-        combine_in_order(data, sources.data(), size(), n, dtype, reduce, divisor);
-      };
-    });
-  }
-  const auto chunk = [n = tensor.numel(), width = tensor.element_size(), world = size()](int r) {
-    const auto [begin, end] = all_reduce_chunk(n, r, world);
-    return std::pair{begin * width, end * width};
-  };
-  const auto [own_begin, own_end] = chunk(rank());
-  return submit(std::move(operation), [&, own_begin = own_begin, own_end = own_end](SocketOperation& op) {
-    auto sources = exchange_chunks(op, data, chunk);
-    for (int i = 1; i < size(); ++i) {
-      // The owner of a chunk sends its sum only after it has all of this rank's part, so nothing is overwritten early.
-      const int from = (rank() - i + size()) % size();
-      const auto [begin, end] = chunk(from);
-      receive(op, op.late_receives, data + begin, end - begin, from, kSecond);
-    }
-    const auto n = static_cast<std::size_t>((own_end - own_begin) / tensor.element_size());
-    op.finish = [this, &op, data, own_begin, own_end, sources, n, dtype, reduce, divisor] {
-      combine_in_order(data + own_begin, sources.data(), size(), n, dtype, reduce, divisor);
-      for (int i = 1; i < size(); ++i) {
-        send(op, data + own_begin, own_end - own_begin, (rank() + i) % size(), kSecond);
-      }
-      for (const auto& handle : op.late_receives) {
-        transport_->wait(handle);
-      }
-    };
-  });
-}
-
-// A binomial tree: the root sends log2(size) copies, not size - 1.
-std::unique_ptr<Work> SocketCommunicator::broadcast(const at::Tensor& tensor, int root, std::string_view unit) {
-  check_broadcast(tensor, root, size(), c10::kCPU, unit);
-  const auto bytes = static_cast<std::int64_t>(tensor.nbytes());
-  auto operation = begin(Op::kBroadcast, unit, tensor.scalar_type(), bytes, root);
-  operation->kept = {tensor};
-  const int place = (rank() - root + size()) % size(); // in a tree whose root is at place 0
-  int step = 1;
-  while (step < size() && (place & step) == 0) {
-    step <<= 1;
-  }
-  std::vector<int> children;
-  for (int below = step >> 1; below > 0; below >>= 1) {
-    if (place + below < size()) {
-      children.push_back((place + below + root) % size());
-    }
-  }
-  count(Op::kBroadcast, bytes * static_cast<std::int64_t>(children.size()));
-  auto* data = static_cast<char*>(tensor.mutable_data_ptr());
-  return submit(std::move(operation), [&](SocketOperation& op) {
-    if (place != 0) {
-      receive(op, op.receives, data, bytes, (place - step + root) % size(), kFirst);
-    }
-    op.finish = [this, &op, data, bytes, children] {
-      for (const int child : children) {
-        send(op, data, bytes, child, kFirst);
-      }
-    };
-  });
-}
-
 void SocketCommunicator::barrier() {
   auto operation = begin(Op::kBarrier, "", c10::kByte, 0, 0);
-  count(Op::kBarrier, 0);
+  count(Op::kBarrier, 0, 0);
   submit(std::move(operation), [](SocketOperation&) {})->wait();
 }
 
@@ -376,13 +228,27 @@ std::vector<std::string> SocketCommunicator::exchange(const std::string& mine) {
     })->wait();
   };
   auto texts = exchange_by(gather_now, mine, size());
-  count(Op::kExchange, static_cast<std::int64_t>(mine.size()) * (size() - 1));
+  count(Op::kExchange, [bytes = static_cast<std::int64_t>(mine.size())](int) { return bytes; });
   return texts;
 }
 
-void SocketCommunicator::count(Op op, std::int64_t bytes) {
+void SocketCommunicator::count(Op op, const std::function<std::int64_t(int peer)>& bytes_to) {
+  std::int64_t total = 0;
+  std::int64_t across = 0;
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer != rank()) {
+      const auto bytes = bytes_to(peer);
+      total += bytes;
+      across += layout_.share_host(rank(), peer) ? 0 : bytes;
+    }
+  }
+  count(op, total, across);
+}
+
+void SocketCommunicator::count(Op op, std::int64_t total, std::int64_t across) {
   ++traffic_.calls[static_cast<std::size_t>(op)];
-  traffic_.bytes_sent[static_cast<std::size_t>(op)] += bytes;
+  traffic_.bytes_sent[static_cast<std::size_t>(op)] += total;
+  traffic_.bytes_across_hosts[static_cast<std::size_t>(op)] += across;
 }
 
 } // namespace ebb::comm

@@ -15,6 +15,13 @@
 
 namespace ebb::comm {
 
+/// Streams of messages of one operation between two ranks: everybody's header first, then what the algorithm sends; the
+/// last five are HostMessages's. Messages of one stream keep their order.
+enum Stream { kHeader, kFirst, kSecond, kAcross, kWithin, kRaw, kBack, kDone };
+
+/// The tag of a message: distinct for the operations in flight and their streams.
+int tag_of(const Operation& operation, Stream stream);
+
 /// A collective of SocketCommunicator, from the call to its end. Filled by the caller's thread, then worked on by the
 /// group's thread alone; `mutex` guards the last three.
 struct SocketOperation {
@@ -25,6 +32,7 @@ struct SocketOperation {
   std::vector<OperationHeader> peer_headers; ///< By rank; this rank's stays empty.
   std::vector<SocketTransport::Handle> header_sends, header_receives, sends, receives, late_receives;
   ScratchPool::Buffer scratch;
+  std::shared_ptr<void> plan; ///< More that transfers touch, of an algorithm's own.
   std::function<void()> finish; ///< What follows the transfers started by the call.
 
   std::mutex mutex;

@@ -24,7 +24,10 @@ enum class ReduceOp { kSum, kMax };
 struct Traffic {
   std::array<std::int64_t, kNumOps> calls{}; ///< Indexed by Op. Calls in a group of one count too.
   std::array<std::int64_t, kNumOps> bytes_sent{}; ///< Payload handed to other ranks, by this rank.
+  /// Of bytes_sent, what goes to ranks on other hosts. Backend "nccl" does not know, and leaves it 0.
+  std::array<std::int64_t, kNumOps> bytes_across_hosts{};
   std::int64_t total_bytes_sent() const;
+  std::int64_t total_bytes_across_hosts() const;
   std::int64_t calls_of(Op op) const {
     return calls[static_cast<std::size_t>(op)];
   }
@@ -33,7 +36,7 @@ struct Traffic {
 /// What a backend can do; what it lacks is named at start-up.
 struct Capabilities {
   std::string backend; ///< "single", "gloo", "nccl"
-  std::string all_gather; ///< Algorithm: "native", "direct send and receive", "read peers' memory", ...
+  std::string all_gather; ///< Algorithm: "native", "direct send and receive", "read peers' memory", "hierarchical: ..."
   std::string reduce_scatter;
   bool cpu = false;
   bool cuda = false;

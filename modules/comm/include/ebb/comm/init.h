@@ -45,6 +45,7 @@ struct GroupOptions {
   std::chrono::milliseconds dead_after = std::chrono::seconds(20); ///< Without a sign of life.
   std::chrono::milliseconds warn_after = std::chrono::seconds(30); ///< Waiting for a live peer.
   std::string address = "127.0.0.1"; ///< Of this host, where peers reach it. init() sets it from the environment.
+  std::string host{}; ///< Name of this host; ranks that give the same one share a host. Empty: found by the system.
   bool same_host_reads = true; ///< Gloo: let ranks of one host read each other's memory instead of sockets.
 };
 
@@ -52,14 +53,18 @@ struct GroupOptions {
 /// hosts the store, its last pointer waits for the other ranks to leave, 30 s at most.
 ///
 /// Local ranks meet and talk on loopback; others on the interface that GLOO_SOCKET_IFNAME names, or else on the one that
-/// leads to MASTER_ADDR. The store listens on MASTER_ADDR only. EBB_HEARTBEAT_MS and EBB_DEAD_AFTER_MS override the
-/// options of these names, and EBB_TIMEOUT_MS `timeout`. From here on SIGPIPE is ignored and log lines of this thread
-/// carry the rank.
+/// leads to MASTER_ADDR. The store listens on MASTER_ADDR only. EBB_HEARTBEAT_MS, EBB_DEAD_AFTER_MS and
+/// EBB_HOST_ID override the options heartbeat, dead_after and host, and EBB_TIMEOUT_MS `timeout`. From here on SIGPIPE is
+/// ignored and log lines of this thread carry the rank.
 /// @throws ValueError when the token is not the job's, or another process has this rank already; TimeoutError, naming
 ///   them, when ranks do not come within options.timeout; RankLostError when one ends before all have come.
 std::shared_ptr<Communicator> init(const LaunchEnvironment& environment, const GroupOptions& options = {});
 
 /// A group over an own store: ranks as threads (c10d::HashStore), subgroups, tests. Collective.
+///
+/// How Gloo's ranks talk depends on where they are; Capabilities says which it is. On one host they read each other's
+/// memory, or else send messages directly between all pairs; so they do with one rank a host. On several hosts with
+/// several ranks, bytes cross once per host.
 std::shared_ptr<Communicator> connect(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const GroupOptions& options = {});
 

@@ -15,6 +15,12 @@ namespace ebb::test {
 void spawn_ranks(
     int size, const std::function<void(const std::shared_ptr<comm::Communicator>&)>& body,
     const comm::GroupOptions& options) {
+  spawn_ranks(size, body, [&](int /*rank*/) { return options; });
+}
+
+void spawn_ranks(
+    int size, const std::function<void(const std::shared_ptr<comm::Communicator>&)>& body,
+    const std::function<comm::GroupOptions(int rank)>& options_of) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::mutex mutex;
   std::exception_ptr first_error;
@@ -25,7 +31,7 @@ void spawn_ranks(
       log::set_rank(rank);
       std::shared_ptr<comm::Communicator> group;
       try {
-        group = size == 1 ? comm::single() : comm::connect(store, rank, size, options);
+        group = size == 1 ? comm::single() : comm::connect(store, rank, size, options_of(rank));
         body(group);
       } catch (...) {
         {

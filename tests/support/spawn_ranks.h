@@ -13,4 +13,9 @@ void spawn_ranks(
     int size, const std::function<void(const std::shared_ptr<comm::Communicator>&)>& body,
     const comm::GroupOptions& options = {.timeout = std::chrono::seconds(60)});
 
+/// The same, each rank with options of its own: ranks that differ in GroupOptions::host are on different hosts to ebb.
+void spawn_ranks(
+    int size, const std::function<void(const std::shared_ptr<comm::Communicator>&)>& body,
+    const std::function<comm::GroupOptions(int rank)>& options_of);
+
 } // namespace ebb::test

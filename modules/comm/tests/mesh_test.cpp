@@ -16,11 +16,20 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-GroupOptions options(bool same_host_reads) {
-  return {
-      .timeout = std::chrono::seconds(60),
-      .heartbeat = std::chrono::milliseconds(100),
-      .same_host_reads = same_host_reads};
+enum class Way { kSockets, kReads, kHosts };
+
+// kHosts: ranks 0 and 1 on one host, 2 and 3 on another.
+std::function<GroupOptions(int)> options(Way way) {
+  return [way](int rank) {
+    GroupOptions options{
+        .timeout = std::chrono::seconds(60),
+        .heartbeat = std::chrono::milliseconds(100),
+        .same_host_reads = way != Way::kSockets};
+    if (way == Way::kHosts) {
+      options.host = rank < 2 ? "a" : "b";
+    }
+    return options;
+  };
 }
 
 std::string message(const std::function<void()>& body) {
@@ -61,10 +70,11 @@ TEST(Mesh, TwoAxesOverOneRankWork) {
   EXPECT_EQ(mesh.axis("replicate")->size(), 1);
 }
 
-class MeshOver : public ::testing::TestWithParam<bool> {};
-INSTANTIATE_TEST_SUITE_P(Algorithm, MeshOver, ::testing::Values(false, true), [](const auto& info) {
-  return info.param ? "Reads" : "Sockets";
-});
+class MeshOver : public ::testing::TestWithParam<Way> {};
+INSTANTIATE_TEST_SUITE_P(
+    Algorithm, MeshOver, ::testing::Values(Way::kSockets, Way::kReads, Way::kHosts), [](const auto& info) {
+      return info.param == Way::kSockets ? "Sockets" : info.param == Way::kReads ? "Reads" : "Hosts";
+    });
 
 TEST_P(MeshOver, AxesAreGroupsOfTheRightRanksInOrder) {
   for (const auto& [replicate, shard] : {std::pair{2, 2}, {1, 4}, {4, 1}}) {

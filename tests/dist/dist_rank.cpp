@@ -8,6 +8,7 @@
 //   throw RANK STEP            as steps, but RANK throws at STEP
 //   return RANK STEP           as steps, but RANK ends well at STEP
 //   busy RANK SECONDS          RANK computes for SECONDS between two all-reduces
+//   collectives COUNT          one of each on COUNT floats a rank; prints the algorithm and whether the bits are right
 //   signals                    prints the signals that arrive; ends with code 7 at the first SIGTERM
 // EBB_DIST_TRANSPORT=sockets keeps ranks from reading each other's memory.
 // Mode without a group:
@@ -79,6 +80,46 @@ void busy(comm::Communicator& group, int rank, double seconds) {
   say("rank " + std::to_string(group.rank()) + " done, sum " + std::to_string(tensor[0].item<int>()));
 }
 
+at::Tensor values(int rank, int count, int salt) {
+  const auto place = at::remainder(at::arange(count, at::kInt) * (31 + 2 * rank) + 17 * salt, 20011);
+  return (place - 10007).to(at::kFloat) / 769; // Sums of these are rounded, so their order shows in the bits.
+}
+
+void collectives(comm::Communicator& group, int count) {
+  const int rank = group.rank();
+  const int size = group.size();
+  const auto summed = [&](int length, int salt) {
+    auto sum = values(0, length, salt);
+    for (int source = 1; source < size; ++source) {
+      sum = sum + values(source, length, salt);
+    }
+    return sum / size;
+  };
+  const auto report = [&](const char* what, bool right) {
+    say("rank " + std::to_string(rank) + " " + what + (right ? " has the right bits" : " is WRONG"));
+  };
+  say("rank " + std::to_string(rank) + " gathers by " + group.capabilities().all_gather);
+  say("rank " + std::to_string(rank) + " sums by " + group.capabilities().reduce_scatter);
+  const auto gathered = at::empty({size * count});
+  group.all_gather(gathered, values(rank, count, 1), "gather")->release();
+  std::vector<at::Tensor> shards;
+  for (int source = 0; source < size; ++source) {
+    shards.push_back(values(source, count, 1));
+  }
+  report("all_gather", gathered.equal(at::cat(shards)));
+  const auto part = at::empty({count});
+  group.reduce_scatter(part, values(rank, size * count, 2), size, "scatter")->release();
+  report("reduce_scatter", part.equal(summed(size * count, 2).slice(0, rank * count, (rank + 1) * count)));
+  const auto whole = values(rank, count, 3);
+  group.all_reduce(whole, comm::ReduceOp::kSum, size, "reduce")->release();
+  report("all_reduce", whole.equal(summed(count, 3)));
+  const auto spread = values(rank, count, 4);
+  group.broadcast(spread, 0, "broadcast")->release();
+  report("broadcast", spread.equal(values(0, count, 4)));
+  say("rank " + std::to_string(rank) + " across " + std::to_string(group.traffic().total_bytes_across_hosts()));
+  group.barrier();
+}
+
 int signals(comm::Communicator& group, const sigset_t& set) {
   group.barrier();
   say("rank " + std::to_string(group.rank()) + " is listening");
@@ -117,6 +158,8 @@ int run(const std::vector<std::string>& args) {
     steps(*group, 1000000, 1, number(1), number(2), mode == "throw");
   } else if (mode == "busy") {
     busy(*group, number(1), std::stod(args.at(2)));
+  } else if (mode == "collectives") {
+    collectives(*group, number(1));
   } else if (mode == "signals") {
     return signals(*group, waited_for);
   } else if (mode != "early") {

@@ -10,7 +10,8 @@
 //   busy RANK SECONDS          RANK computes for SECONDS between two all-reduces
 //   collectives COUNT          one of each on COUNT floats a rank; prints the algorithm and whether the bits are right
 //   signals                    prints the signals that arrive; ends with code 7 at the first SIGTERM
-// EBB_DIST_TRANSPORT=sockets keeps ranks from reading each other's memory.
+// EBB_DIST_TRANSPORT=sockets keeps ranks from reading each other's memory; =hosts puts the second half of them on another
+// host, by name.
 // Mode without a group:
 //   early RANK CODE            RANK ends with CODE before it joins, the others join
 
@@ -149,8 +150,12 @@ int run(const std::vector<std::string>& args) {
     }
     ::pthread_sigmask(SIG_BLOCK, &waited_for, nullptr); // before any thread starts
   }
-  const char* transport = std::getenv("EBB_DIST_TRANSPORT");
-  const auto group = comm::init(environment, {.same_host_reads = !transport || std::string(transport) != "sockets"});
+  const char* named = std::getenv("EBB_DIST_TRANSPORT");
+  const std::string transport = named ? named : "";
+  const bool second_half = 2 * environment.rank >= environment.world_size;
+  const auto group = comm::init(
+      environment, {.host = transport == "hosts" ? (second_half ? "second" : "first") : "",
+                    .same_host_reads = transport != "sockets"});
   say("rank " + std::to_string(group->rank()) + " of " + std::to_string(group->size()) + " joined");
   if (mode == "steps") {
     steps(*group, number(1), number(2), -1, -1, false);

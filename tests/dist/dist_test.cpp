@@ -40,7 +40,7 @@ class DistBy : public ::testing::TestWithParam<const char*> {
     return changes;
   }
 };
-INSTANTIATE_TEST_SUITE_P(Transport, DistBy, ::testing::Values("sockets", "memory"), [](const auto& info) {
+INSTANTIATE_TEST_SUITE_P(Transport, DistBy, ::testing::Values("sockets", "memory", "hosts"), [](const auto& info) {
   return std::string(info.param);
 });
 

@@ -30,9 +30,11 @@ struct SocketOperation {
   std::vector<Bytes> kept_bytes;
   OperationHeader header;
   std::vector<OperationHeader> peer_headers; ///< By rank; this rank's stays empty.
-  std::vector<SocketTransport::Handle> header_sends, header_receives, sends, receives, late_receives;
   ScratchPool::Buffer scratch;
   std::shared_ptr<void> plan; ///< More that transfers touch, of an algorithm's own.
+  /// After the memory above, so that they go first: Gloo leaves a transfer's memory alone once its handle is gone, and
+  /// not before, even if the group is.
+  std::vector<SocketTransport::Handle> header_sends, header_receives, sends, receives, late_receives;
   std::function<void()> finish; ///< What follows the transfers started by the call.
 
   std::mutex mutex;

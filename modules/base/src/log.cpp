@@ -15,6 +15,10 @@ std::atomic<Sink> test_sink{nullptr};
 
 void set_rank(int rank) {
   thread_rank = rank;
+  if (rank < 0) {
+    process_rank = -1;
+    return;
+  }
   int none = -1;
   process_rank.compare_exchange_strong(none, rank);
 }

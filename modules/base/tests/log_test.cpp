@@ -56,6 +56,19 @@ TEST_F(Log, DropsWhatIsBelowTheLevel) {
   EXPECT_EQ(std::get<2>(lines[0]), "seen");
 }
 
+TEST_F(Log, ForgetsARankThatIsTakenBack) {
+  std::thread([] {
+    set_rank(3);
+    EXPECT_EQ(rank(), 3);
+    set_rank(-1);
+    EXPECT_EQ(rank(), -1) << "neither the thread's nor the process's";
+    set_rank(4);
+    EXPECT_EQ(rank(), 4);
+    set_rank(-1);
+  }).join();
+  EXPECT_EQ(rank(), -1);
+}
+
 TEST_F(Log, EveryThreadShowsItsOwnRank) {
   for (const int wanted : {0, 1, 2}) {
     std::thread([wanted] {

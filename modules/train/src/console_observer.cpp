@@ -29,10 +29,11 @@ void ConsoleObserver::on_step(const StepInfo& info) {
   loss_ = loss_ ? kSmoothing * *loss_ + (1 - kSmoothing) * metric("loss") : metric("loss");
   if (progress_) {
     progress_->update(
-        info.step, fmt::format(
-                       "loss {:.3f}{}, {:.1f}k tokens/s, {:.3f} TFLOPS a rank", *loss_,
-                       eval_loss_ ? fmt::format(", validation {:.3f}", *eval_loss_) : "",
-                       metric("tokens_per_second") / 1000, metric("tflops")));
+        info.step,
+        fmt::format(
+            "loss {:.3f}{}, gradient norm {:.3g}, {:.1f}k tokens/s, {:.3f} TFLOPS, peak memory {:.0f} MB a rank",
+            *loss_, eval_loss_ ? fmt::format(", validation {:.3f}", *eval_loss_) : "", metric("grad_norm"),
+            metric("tokens_per_second") / 1000, metric("tflops"), metric("peak_memory_bytes") / 1e6));
   }
 }
 

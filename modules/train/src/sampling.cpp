@@ -15,6 +15,7 @@ namespace ebb::train {
 namespace {
 
 constexpr std::int64_t kNumBytes = 256;
+constexpr std::int64_t kBytesBetweenStops = 32;
 
 /// An index into `logits` drawn from softmax(logits / temperature) over the top k.
 std::uint8_t draw(std::span<const float> model_logits, double temperature, std::int64_t top_k, Rng& rng) {
@@ -56,6 +57,9 @@ std::string sample_text(
   const at::NoGradGuard no_grad;
   std::string text = options.prompt;
   for (std::int64_t i = 0; i < options.length; ++i) {
+    if (options.stop && i % kBytesBetweenStops == 0 && options.stop()) {
+      break;
+    }
     const auto seen = std::min<std::int64_t>(options.context, static_cast<std::int64_t>(text.size()));
     const auto tokens_BT = at::empty({1, seen}, at::kLong);
     std::transform(text.end() - seen, text.end(), tokens_BT.mutable_data_ptr<std::int64_t>(), [](char c) {

@@ -13,7 +13,8 @@ double learning_rate(const TrainOptions& options, std::int64_t step) {
   }
   const auto last = std::max<std::int64_t>(1, options.steps - 1 - warmup);
   const auto progress = std::min(1.0, static_cast<double>(step - warmup) / static_cast<double>(last));
-  return options.min_lr + 0.5 * (options.lr - options.min_lr) * (1.0 + std::cos(std::numbers::pi * progress));
+  const double lowest = options.lowest_lr();
+  return lowest + 0.5 * (options.lr - lowest) * (1.0 + std::cos(std::numbers::pi * progress));
 }
 
 } // namespace ebb::train

@@ -15,6 +15,7 @@
 namespace ebb::train {
 namespace {
 
+constexpr std::int64_t kBatchesBetweenStops = 8; // of an evaluation
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 TrainSetup checked(TrainSetup setup) {
@@ -22,11 +23,10 @@ TrainSetup checked(TrainSetup setup) {
   TORCH_CHECK_VALUE(
       setup.model.loss && setup.model.parameters && setup.corpus && setup.world && setup.clock,
       "[TrainJob] expected a model with loss and parameters, a corpus, a world and a clock; one of them is missing");
+  setup.options.min_lr = setup.options.lowest_lr(); // given or not, a resumed job has the same
   TORCH_CHECK_VALUE(
-      !setup.options.prompt.empty(), "[TrainJob] prompt: expected at least one byte, got none; use a newline");
-  TORCH_CHECK_VALUE(
-      setup.options.min_lr <= setup.options.lr, "[TrainJob] min_lr: expected at most lr (", setup.options.lr, "), got ",
-      setup.options.min_lr);
+      *setup.options.min_lr <= setup.options.lr, "[TrainJob] min_lr: expected at most lr (", setup.options.lr,
+      "), got ", *setup.options.min_lr);
   return setup;
 }
 
@@ -65,6 +65,7 @@ JobStatus TrainJob::advance(const Budget& budget) {
       const bool out_of_time = budget.seconds && seconds_between(began_at, setup_.clock->now()) >= *budget.seconds;
       run_step(out_of_time, stop);
       evaluate_and_sample_when_due();
+      stop = stop || stop_agreed_; // asked during a long evaluation
     }
     if (step_ == setup_.options.steps) {
       end("done");
@@ -137,6 +138,14 @@ void TrainJob::run_step(bool want_stop, bool& stop) {
   report(info);
 }
 
+bool TrainJob::agree_to_stop() {
+  const double asked = stop_asked_.load(std::memory_order_relaxed) ? 1 : 0;
+  const auto any = at::full({1}, asked, at::TensorOptions(at::kDouble).device(device_));
+  setup_.world->all_reduce(any, comm::ReduceOp::kMax, 1, "stop")->wait();
+  stop_agreed_ = stop_agreed_ || any.item<double>() > 0;
+  return stop_agreed_;
+}
+
 void TrainJob::report(const StepInfo& measured) {
   auto info = measured;
   info.metrics["peak_memory_bytes"] = static_cast<double>(peak_memory_bytes());
@@ -158,7 +167,11 @@ void TrainJob::evaluate_and_sample_when_due() {
   const auto& options = setup_.options;
   const auto due = [&](std::int64_t every) { return step_ == options.steps || (every > 0 && step_ % every == 0); };
   if (due(options.eval_every) && setup_.corpus->num_windows(data::Split::kValidation) > 0) {
-    const std::map<std::string, double> result{{"eval/loss", evaluate()}};
+    const double loss = evaluate();
+    if (stop_agreed_) {
+      return; // perhaps in the middle of it
+    }
+    const std::map<std::string, double> result{{"eval/loss", loss}};
     metrics_["eval/loss"] = result.at("eval/loss");
     tell([&](Observer& observer) { observer.on_metrics(step_, result); });
   }
@@ -181,6 +194,9 @@ double TrainJob::evaluate() {
   const auto count = options.eval_batches == 0 ? available : std::min(available, options.eval_batches * global_batch);
   double sum = 0;
   for (std::int64_t first = 0; first < count; first += global_batch) {
+    if (first / global_batch % kBatchesBetweenStops == kBatchesBetweenStops - 1 && agree_to_stop()) {
+      break;
+    }
     const auto begin = first + options.batch * world.rank();
     const auto end = std::min(begin + options.batch, count);
     std::vector<std::int64_t> indices;
@@ -210,7 +226,8 @@ std::string TrainJob::sample() {
        .context = setup_.corpus->options().context,
        .temperature = options.temperature,
        .top_k = options.top_k,
-       .prompt = options.prompt},
+       .prompt = options.prompt,
+       .stop = [this] { return agree_to_stop(); }},
       Rng(static_cast<std::uint64_t>(options.seed)).fork("sample").fork(std::to_string(step_)), device_);
 }
 

@@ -6,6 +6,8 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
+#include <optional>
 #include <set>
 
 namespace ebb::train {
@@ -25,11 +27,34 @@ std::string complaint(const TrainOptions& options) {
 
 TEST(Options, AreCheckedAgainstTheBoundsOfTheirList) {
   EXPECT_EQ(complaint({}), "");
-  EXPECT_THAT(complaint({.steps = 0}), AllOf(HasSubstr("[test] steps"), HasSubstr("at least 1"), HasSubstr("got 0")));
+  EXPECT_THAT(
+      complaint({.steps = 0}),
+      AllOf(HasSubstr("[test] steps"), HasSubstr("in [1, 1000000000000]"), HasSubstr("got 0")));
   EXPECT_THAT(complaint({.lr = 0}), AllOf(HasSubstr("lr"), HasSubstr("above 0"), HasSubstr("got 0")));
   EXPECT_THAT(complaint({.lr = std::nan("")}), HasSubstr("lr"));
   EXPECT_THAT(complaint({.betas = {0.9, 1.0}}), AllOf(HasSubstr("betas"), HasSubstr("in [0, 1)"), HasSubstr("got 1")));
   EXPECT_EQ(complaint({.betas = {0.0, 0.999}}), "");
+}
+
+TEST(Options, MustBeFiniteNumbersAndKeepToTheirUpperBounds) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  // Each number of the list, whatever its bounds.
+  int numbers = 0;
+  TrainOptions::fields([&](std::string_view name, auto member, std::string_view, const Bounds& bounds) {
+    using Member = std::decay_t<decltype(TrainOptions{}.*member)>;
+    for (const double wrong : {infinity, -infinity, std::nan("")}) {
+      if constexpr (std::is_same_v<Member, double> || std::is_same_v<Member, std::optional<double>>) {
+        EXPECT_THAT(violation(Member(wrong), bounds), HasSubstr("expected a finite number")) << name << " " << wrong;
+        ++numbers;
+      } else if constexpr (std::is_same_v<Member, std::array<double, 2>>) {
+        EXPECT_NE(violation(Member{0.9, wrong}, bounds), "") << name << " " << wrong;
+        ++numbers;
+      }
+    }
+  });
+  EXPECT_EQ(numbers, 3 * 7);
+  EXPECT_THAT(complaint({.batch = 100'000'000'000}), AllOf(HasSubstr("[1, 1000000]"), HasSubstr("got 100000000000")));
+  EXPECT_THAT(complaint({.prompt = ""}), AllOf(HasSubstr("prompt"), HasSubstr("at least one byte")));
 }
 
 TEST(Options, AreWrittenSoThatTheyReadBackTheSame) {
@@ -49,7 +74,7 @@ TEST(Options, ListEveryFieldOnce) {
   }
   // A member that fields() forgets would change the size and not this count.
   EXPECT_EQ(names.size(), 18u);
-  EXPECT_EQ(sizeof(TrainOptions), 15 * 8 + 2 * 8 + 2 * sizeof(std::string));
+  EXPECT_EQ(sizeof(TrainOptions), 14 * 8 + 2 * 8 + sizeof(std::optional<double>) + 2 * sizeof(std::string));
 }
 
 } // namespace

@@ -25,5 +25,10 @@ TEST(LearningRate, NeedsNoWarmUpAndSurvivesOneLongerThanTheRun) {
   EXPECT_DOUBLE_EQ(learning_rate({.steps = 2, .lr = 1.0, .min_lr = 0.0, .warmup = 50}, 1), 1.0);
 }
 
+TEST(LearningRate, EndsAtATenthOfThePeakUnlessToldOtherwise) {
+  EXPECT_DOUBLE_EQ(learning_rate({.steps = 10, .lr = 0.5, .warmup = 0}, 9), 0.05);
+  EXPECT_DOUBLE_EQ(learning_rate({.steps = 10, .lr = 0.5, .min_lr = 0.25, .warmup = 0}, 9), 0.25);
+}
+
 } // namespace
 } // namespace ebb::train

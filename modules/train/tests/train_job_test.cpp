@@ -167,6 +167,51 @@ TEST(TrainJob, StopsAfterTheStepWhenAsked) {
   EXPECT_TRUE(run.job->stop_agreed());
 }
 
+TEST(TrainJob, StopsInTheMiddleOfALongSampleOrEvaluation) {
+  const ebb::test::TemporaryFolder folder;
+  for (const bool in_sample : {true, false}) {
+    auto options = tiny_options();
+    options.batch = 1;
+    options.steps = 2;
+    options.eval_every = options.sample_every = 1;
+    options.eval_batches = in_sample ? 1 : 0;
+    options.sample_length = 1000;
+    auto model = test::TinyModel(1, 0.0);
+    auto trainable = test::trainable(model);
+    TrainJob* asked = nullptr;
+    int forwards = 0;
+    const auto count = [&](bool ask) {
+      if (!at::GradMode::is_enabled()) {
+        ++forwards;
+        if (ask) {
+          asked->request_stop();
+        }
+      }
+    };
+    trainable.logits = [&, inner = trainable.logits](const at::Tensor& x) {
+      count(in_sample);
+      return inner(x);
+    };
+    trainable.loss = [&, inner = trainable.loss](const at::Tensor& x, const at::Tensor& y) {
+      count(!in_sample);
+      return inner(x, y);
+    };
+    const auto recorder = std::make_shared<test::Recorder>();
+    TrainJob job(
+        {.model = trainable,
+         .corpus = tiny_corpus(folder, 0.5),
+         .world = comm::single(),
+         .options = options,
+         .observers = {recorder}});
+    asked = &job;
+    const auto status = job.advance({});
+    EXPECT_EQ(status.step, 1);
+    EXPECT_TRUE(job.stop_agreed());
+    EXPECT_LT(forwards, 50) << "of 1000 bytes, or of a hundred windows";
+    EXPECT_EQ(recorder->evaluations.size(), in_sample ? 1U : 0U);
+  }
+}
+
 TEST(TrainJob, NamesTheStepWhoseLossIsNotFinite) {
   const ebb::test::TemporaryFolder folder;
   auto model = test::TinyModel(1, 0.0);

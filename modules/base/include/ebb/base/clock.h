@@ -11,6 +11,7 @@ class Clock {
   virtual ~Clock() = default;
   virtual TimePoint now() const = 0; ///< Monotonic.
   virtual std::chrono::system_clock::time_point wall() const = 0; ///< Calendar time, for records.
+  /// The system's clocks.
   static const Clock& real();
 };
 
@@ -24,6 +25,7 @@ class ScriptedClock : public Clock {
     return std::chrono::system_clock::time_point(
         std::chrono::duration_cast<std::chrono::system_clock::duration>(now_.time_since_epoch()));
   }
+  /// Moves both times on.
   void advance(std::chrono::nanoseconds by) {
     now_ += by;
   }

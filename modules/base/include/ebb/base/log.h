@@ -4,15 +4,16 @@
 
 #include <string_view>
 
-/// The one logger. Lines go to stderr as `[time] [rank r] [level] text`. EBB_LOG=debug|info|warn|error|off sets the
-/// level (info by default). Formats are {fmt}'s.
+/// The one logger. Lines go to stderr as `[time] [level] [rank r] text`, without the rank where none was set, as in a
+/// program that starts ranks and is none. EBB_LOG=debug|info|warn|error|off sets the level (info by default). Formats
+/// are {fmt}'s.
 namespace ebb::log {
 
 /// How much a line matters; kOff as a level silences all.
 enum class Level { kDebug, kInfo, kWarn, kError, kOff };
 
 /// Rank shown in every line of this thread. Ranks may be threads of one process, so it is kept per thread; threads that
-/// never set it show the rank that the first caller set for the process.
+/// never set it show the rank that the first caller set for the process. -1 takes both back.
 void set_rank(int rank);
 /// What lines of this thread show; -1 when no thread has set a rank.
 int rank();

@@ -37,16 +37,23 @@ struct StepInfo {
 class Observer {
  public:
   virtual ~Observer() = default;
+  /// Before the first step.
   virtual void on_run_begin(const RunInfo&) {}
+  /// What is done from here on.
   virtual void on_phase(Phase) {}
+  /// After each step.
   virtual void on_step(const StepInfo&) {}
   /// Metrics that do not belong to a step of training: "eval/loss", ...
   virtual void on_metrics(std::int64_t /*step*/, const std::map<std::string, double>& /*metrics*/) {}
   /// Text for people: a sample of what a language model writes, ...
   virtual void on_text(std::int64_t /*step*/, const std::string& /*name*/, const std::string& /*text*/) {}
+  /// Samples that were worked on since the last call, over all ranks.
   virtual void on_samples(std::int64_t /*count*/) {}
+  /// The job goes on with another number of ranks.
   virtual void on_resize(int /*old_world_size*/, int /*new_world_size*/) {}
+  /// A checkpoint is complete.
   virtual void on_checkpoint(const std::string& /*path*/, std::int64_t /*bytes*/) {}
+  /// After the last step, or the error that ended the run.
   virtual void on_run_end(const std::string& /*why: "done", "stopped", "failed: ..."*/) {}
 };
 

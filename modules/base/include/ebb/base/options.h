@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <optional>
@@ -33,10 +34,12 @@ struct Bounds {
   bool max_allowed = true;
   std::vector<std::string> choices = {};
   bool is_path = false; ///< In a configuration file a relative path starts at that file's folder.
+  bool may_be_empty = true; ///< Of strings.
 
   /// "at least 1", "in (0, 1]", "one of a, b"; empty when every value may be.
   std::string text() const {
     std::ostringstream out;
+    out.precision(15); // 1000000, not 1e+06
     const bool has_min = min != -std::numeric_limits<double>::infinity();
     const bool has_max = max != std::numeric_limits<double>::infinity();
     if (!choices.empty()) {
@@ -55,12 +58,15 @@ struct Bounds {
   }
 };
 
+/// No bounds; numbers must be finite all the same.
 inline Bounds any_value() {
   return {};
 }
+/// [min, infinity)
 inline Bounds at_least(double min) {
   return {.min = min};
 }
+/// (min, infinity)
 inline Bounds above(double min) {
   return {.min = min, .min_allowed = false};
 }
@@ -72,17 +78,25 @@ inline Bounds between(double min, double max) {
 inline Bounds from_up_to(double min, double max) {
   return {.min = min, .max = max, .max_allowed = false};
 }
+/// The path of a file that is read.
 inline Bounds path() {
   return {.is_path = true};
 }
+/// A string of at least one byte.
+inline Bounds not_empty() {
+  return {.may_be_empty = false};
+}
+/// One of these strings.
 inline Bounds one_of(std::vector<std::string> choices) {
   return {.choices = std::move(choices)};
 }
 
+/// Whether T is a std::optional.
 template <class T>
 struct IsOptional : std::false_type {};
 template <class T>
 struct IsOptional<std::optional<T>> : std::true_type {};
+/// Whether T is a std::array.
 template <class T>
 struct IsArray : std::false_type {};
 template <class T, std::size_t N>
@@ -137,11 +151,18 @@ std::string violation(const T& value, const Bounds& bounds) {
     if (!bounds.choices.empty()) {
       return "expected " + bounds.text() + ", got '" + value + "'";
     }
+    if (value.empty() && !bounds.may_be_empty) {
+      return "expected at least one byte, got none";
+    }
   } else if constexpr (std::is_arithmetic_v<T> && !std::is_same_v<T, bool>) {
     const auto number = static_cast<double>(value);
+    if (!std::isfinite(number)) {
+      const auto range = bounds.text();
+      return "expected a finite number" + (range.empty() ? "" : " " + range) + ", got " + option_text(value);
+    }
     const bool high_enough = bounds.min_allowed ? number >= bounds.min : number > bounds.min;
     const bool low_enough = bounds.max_allowed ? number <= bounds.max : number < bounds.max;
-    if (!(high_enough && low_enough)) { // not a number fails both
+    if (!(high_enough && low_enough)) {
       return "expected " + bounds.text() + ", got " + option_text(value);
     }
   }

@@ -15,6 +15,7 @@ class Rng {
   /// A stream of its own for each purpose, so that one more draw here does not shift the draws there.
   Rng fork(std::string_view purpose) const;
 
+  /// Uniform over all 64-bit numbers.
   std::uint64_t next();
   /// Uniform in [0, bound), without modulo bias; bound > 0.
   std::uint64_t below(std::uint64_t bound);
@@ -26,6 +27,7 @@ class Rng {
   std::uint64_t state() const {
     return state_;
   }
+  /// Goes on from what state() gave.
   void set_state(std::uint64_t state) {
     state_ = state;
   }

@@ -52,7 +52,9 @@ class ByteCorpus {
   const std::vector<Document>& documents() const {
     return documents_;
   }
+  /// Windows of a split, over all files.
   std::int64_t num_windows(Split split) const;
+  /// Bytes of a split, over all files; those that fill no window included.
   std::int64_t num_bytes(Split split) const;
 
   /// The context + 1 bytes of window `index`, 0 <= index < num_windows(split).

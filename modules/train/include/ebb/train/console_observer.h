@@ -10,8 +10,8 @@
 
 namespace ebb::train {
 
-/// Shows a run on a terminal: a progress bar with loss, validation loss, tokens/s and TFLOPS on `progress_out`, and
-/// samples, made harmless, on `text_out`. For one rank, the first.
+/// Shows a run on a terminal: a progress bar with loss, validation loss, gradient norm, tokens/s, TFLOPS and this rank's
+/// peak memory on `progress_out`, and samples, made harmless, on `text_out`. For one rank, the first.
 class ConsoleObserver final : public Observer {
  public:
   /// Both streams must outlive the observer.

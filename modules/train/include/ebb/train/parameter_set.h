@@ -29,6 +29,7 @@ class ParameterSet {
   /// The norm of the gradient of the whole model, which is then scaled to at most `max_norm` (infinity does not scale).
   /// Collective.
   virtual double clip_grad_norm_(double max_norm) = 0;
+  /// Lets go of the gradients of named().
   virtual void zero_grad() = 0;
   /// Of the whole model; tied parameters once.
   virtual std::int64_t num_parameters() const = 0;
@@ -43,7 +44,9 @@ std::vector<at::Tensor> tensors_of(const std::vector<Named>& named);
 
 /// Parameters that are whole on this rank and whose gradients nobody else adds to.
 std::shared_ptr<ParameterSet> local_parameters(std::vector<Named> parameters);
+/// This rank's shards; clipping takes the norm over all ranks.
 std::shared_ptr<ParameterSet> sharded_parameters(const shard::ShardedModel& model);
+/// Parameters that are whole on every rank, with gradients averaged over them.
 std::shared_ptr<ParameterSet> replicated_parameters(const shard::ReplicatedModel& model);
 
 } // namespace ebb::train

@@ -18,6 +18,8 @@ struct SampleOptions {
   double temperature = 0.8; ///< 0 takes the likeliest byte.
   std::int64_t top_k = 40; ///< Sample among the k likeliest bytes; 0 among all.
   std::string prompt = "\n"; ///< At least one byte; not part of the result.
+  /// Asked now and then; true ends the text early. Must answer the same on all ranks.
+  std::function<bool()> stop = {};
 };
 
 /// Text that a byte-level model writes after the prompt, one forward a byte, without gradients. Logits beyond byte 255

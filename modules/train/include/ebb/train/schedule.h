@@ -6,8 +6,8 @@
 
 namespace ebb::train {
 
-/// The learning rate of one step: rises linearly over `warmup` steps, then falls along half a cosine to min_lr.
-/// @param step  Steps done before this one; 0 for the first. Beyond the last step it stays at min_lr.
+/// The learning rate of one step: rises linearly over `warmup` steps, then falls along half a cosine to lowest_lr().
+/// @param step  Steps done before this one; 0 for the first. Beyond the last step it stays there.
 /// Source: Loshchilov and Hutter, SGDR, ICLR 2017, eq. (5) without restarts.
 double learning_rate(const TrainOptions& options, std::int64_t step);
 

@@ -98,6 +98,8 @@ class TrainJob final : public Job {
  private:
   void begin();
   void run_step(bool want_stop, bool& stop);
+  /// Whether any rank was asked to stop. Collective.
+  bool agree_to_stop();
   void report(const StepInfo& info);
   void evaluate_and_sample_when_due();
   void end(const std::string& why);

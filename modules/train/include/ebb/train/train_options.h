@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 namespace ebb::train {
@@ -14,7 +15,7 @@ struct TrainOptions {
   std::int64_t batch = 8;
   std::string optimizer = "adamw";
   double lr = 3e-4;
-  double min_lr = 3e-5;
+  std::optional<double> min_lr = {}; ///< lowest_lr() has the default.
   std::int64_t warmup = 100;
   std::array<double, 2> betas = {0.9, 0.95};
   double momentum = 0.9;
@@ -29,32 +30,44 @@ struct TrainOptions {
   std::int64_t top_k = 40;
   std::string prompt = "\n";
 
+  /// The learning rate at the last step: min_lr, or a tenth of lr where it is not given.
+  double lowest_lr() const {
+    return min_lr.value_or(lr / 10);
+  }
+
+  /// Note [Options].
   template <class Visit>
   static void fields(Visit&& visit) {
     using O = TrainOptions;
-    visit("steps", &O::steps, "Optimizer steps.", at_least(1));
-    visit("batch", &O::batch, "Sequences a step on each rank.", at_least(1));
+    constexpr double kMost = 1e12; // of what is counted in steps; sums of them stay whole numbers
+    visit("steps", &O::steps, "Optimizer steps.", between(1, kMost));
+    visit("batch", &O::batch, "Sequences a step on each rank.", between(1, 1'000'000));
     visit(
         "optimizer", &O::optimizer, "adamw, adam, sgd, rmsprop or adagrad.",
         any_value()); // names checked by make_optimizer
     visit("lr", &O::lr, "Peak learning rate.", above(0));
-    visit("min_lr", &O::min_lr, "Learning rate at the last step; the cosine ends there.", at_least(0));
-    visit("warmup", &O::warmup, "Steps over which the learning rate rises to its peak.", at_least(0));
+    visit(
+        "min_lr", &O::min_lr, "Learning rate at the last step, where the cosine ends; a tenth of lr unless given.",
+        at_least(0));
+    visit("warmup", &O::warmup, "Steps over which the learning rate rises to its peak.", between(0, kMost));
     visit("betas", &O::betas, "Decay of the first and second moment (adamw, adam).", from_up_to(0, 1));
     visit("momentum", &O::momentum, "Momentum (sgd, rmsprop).", from_up_to(0, 1));
     visit("weight_decay", &O::weight_decay, "Weight decay of all parameters.", at_least(0));
     visit("clip", &O::clip, "Largest global L2 norm of the gradients; 0 does not clip.", at_least(0));
     visit("seed", &O::seed, "Of the initial parameters, the order of the data and the samples.", at_least(0));
     visit(
-        "eval_every", &O::eval_every, "Steps between evaluations; 0 evaluates after the last step only.", at_least(0));
+        "eval_every", &O::eval_every, "Steps between evaluations; 0 evaluates after the last step only.",
+        between(0, kMost));
     visit(
         "eval_batches", &O::eval_batches,
-        "Global batches an evaluation reads, spread over the validation text; 0 reads all.", at_least(0));
-    visit("sample_every", &O::sample_every, "Steps between samples; 0 samples after the last step only.", at_least(0));
-    visit("sample_length", &O::sample_length, "Bytes a sample has; 0 turns samples off.", at_least(0));
+        "Global batches an evaluation reads, spread over the validation text; 0 reads all.", between(0, 1'000'000'000));
+    visit(
+        "sample_every", &O::sample_every, "Steps between samples; 0 samples after the last step only.",
+        between(0, kMost));
+    visit("sample_length", &O::sample_length, "Bytes a sample has; 0 turns samples off.", between(0, 1'000'000));
     visit("temperature", &O::temperature, "Of sampling; 0 takes the likeliest byte.", at_least(0));
-    visit("top_k", &O::top_k, "Sample among the k likeliest bytes; 0 among all.", at_least(0));
-    visit("prompt", &O::prompt, "What a sample goes on from; at least one byte.", any_value());
+    visit("top_k", &O::top_k, "Sample among the k likeliest bytes; 0 among all.", between(0, 256));
+    visit("prompt", &O::prompt, "What a sample goes on from; at least one byte.", not_empty());
   }
 };
 

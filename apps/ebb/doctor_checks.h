@@ -37,6 +37,8 @@ Check check_versions();
 
 // Host resources (doctor_host.cpp). Limits are those of this process: its cgroup, affinity and rlimits.
 Check check_cores(const Machine& machine);
+/// All memory and swap of the machine, or the cgroup's limit where that is lower; absent when it is not known.
+std::optional<double> usable_memory_bytes(const Machine& machine);
 Check check_memory(const Machine& machine);
 Check check_disk(const Machine& machine);
 Check check_open_files();

@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <fstream>
+#include <limits>
 
 namespace ebb::app {
 namespace {
@@ -186,6 +187,16 @@ Check check_cores(const Machine& machine) {
         fmt::format("more threads than cores: export OMP_NUM_THREADS={:g} or less", std::max(1.0, std::floor(cores)));
   }
   return check;
+}
+
+std::optional<double> usable_memory_bytes(const Machine& machine) {
+  const auto total = meminfo_bytes(machine, "MemTotal:");
+  const auto swap = meminfo_bytes(machine, "SwapTotal:");
+  const auto limit = memory_limit_bytes(machine);
+  if (!total) {
+    return limit;
+  }
+  return std::min(*total + swap.value_or(0), limit.value_or(std::numeric_limits<double>::infinity()));
 }
 
 Check check_memory(const Machine& machine) {

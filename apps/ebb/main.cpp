@@ -1,10 +1,16 @@
 #include "subcommand.h"
 
 #include "ebb/base/error.h"
+#include "ebb/comm/init.h"
+
+#include <poll.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <csignal>
+#include <cstdio>
 #include <iostream>
+#include <new>
 
 namespace {
 
@@ -17,6 +23,33 @@ std::string one_line(std::string text) {
   }
   std::replace(text.begin(), text.end(), '\n', ' ');
   return text;
+}
+
+/// What to print for `error`, with a remedy where its own text has none.
+std::string explain(const std::exception& error) {
+  auto text = one_line(message_of(error));
+  if (dynamic_cast<const std::bad_alloc*>(&error) || text.find("DefaultCPUAllocator") != std::string::npos) {
+    text = "not enough memory (" + text + "); use a smaller --batch, --context or model, or more ranks";
+  }
+  return text;
+}
+
+void complain(const std::string& text) {
+  std::string rank;
+  try {
+    const auto environment = comm::launch_environment();
+    rank = environment.world_size > 1 ? "rank " + std::to_string(environment.rank) + ": " : "";
+  } catch (const std::exception&) { // then there is no rank to name
+  }
+  std::cerr << "ebb: " + rank + text << std::endl;
+}
+
+/// Whether something printed did not arrive, other than because its reader did not want more.
+bool output_is_lost() {
+  std::cout.flush();
+  const bool written = std::fflush(stdout) == 0 && std::ferror(stdout) == 0 && std::cout.good();
+  pollfd out{.fd = STDOUT_FILENO, .events = POLLOUT, .revents = 0};
+  return !written && !(::poll(&out, 1, 0) == 1 && (out.revents & POLLERR) != 0);
 }
 
 /// What is wrong with the first word that is no flag; empty when it is a subcommand or there is none.
@@ -57,14 +90,15 @@ int run(const std::vector<std::string>& arguments, std::vector<const char*> argv
     }
     const auto unknown = unknown_subcommand(arguments);
     const auto parsed = app.get_subcommands();
-    std::cerr << "ebb: " << (unknown.empty() ? one_line(error.what()) : unknown) << "; see ebb "
-              << (parsed.empty() ? "" : parsed.front()->get_name() + " ") << "--help" << std::endl;
+    complain(
+        (unknown.empty() ? one_line(error.what()) : unknown) + "; see ebb " +
+        (parsed.empty() ? "" : parsed.front()->get_name() + " ") + "--help");
     return static_cast<int>(ExitCode::kWrongUse);
   }
   try {
     return action();
   } catch (const std::exception& error) {
-    std::cerr << "ebb: " << one_line(message_of(error)) << std::endl;
+    complain(explain(error));
     if (verbose) {
       std::cerr << error.what() << std::endl;
     }
@@ -76,5 +110,10 @@ int run(const std::vector<std::string>& arguments, std::vector<const char*> argv
 
 int main(int argc, char** argv) {
   std::signal(SIGPIPE, SIG_IGN); // Gloo writes to peers that may be gone.
-  return run({argv, argv + argc}, {argv, argv + argc});
+  const int code = run({argv, argv + argc}, {argv, argv + argc});
+  if (output_is_lost()) {
+    complain("standard output could not be written and is incomplete; make room where it goes");
+    return code == 0 ? static_cast<int>(ExitCode::kFailure) : code;
+  }
+  return code;
 }

@@ -5,6 +5,7 @@
 #include <CLI/CLI.hpp>
 
 #include <algorithm>
+#include <charconv>
 #include <functional>
 #include <memory>
 #include <string>
@@ -20,6 +21,21 @@ inline std::string flag_name(std::string_view field) {
   return flag;
 }
 
+/// A number as a flag gives it. The flag library's own conversion would cut what does not fit to the largest that does.
+/// @throws ValueError for text that is no number, or one that T cannot hold; names the flag.
+template <class T>
+T number_of(const std::string& flag, const std::string& text) {
+  constexpr const char* kKind = std::is_same_v<T, double> ? "a number" : "a whole number";
+  T value{};
+  const char* begin = text.data() + (text.starts_with('+') ? 1 : 0);
+  const auto [end, error] = std::from_chars(begin, text.data() + text.size(), value);
+  TORCH_CHECK_VALUE(
+      error != std::errc::result_out_of_range, flag, ": expected ", kKind, " that fits 64 bits, got ", text);
+  TORCH_CHECK_VALUE(
+      error == std::errc() && end == text.data() + text.size(), flag, ": expected ", kKind, ", got '", text, "'");
+  return value;
+}
+
 /// Command-line flags made from the fields of option structs. What was given is kept aside until apply(), so that a
 /// configuration file can be read in between: flags win over it.
 class OptionFlags {
@@ -33,29 +49,44 @@ class OptionFlags {
       const auto text = describe(help, bounds, option_text(options.*member));
       if constexpr (std::is_same_v<Member, bool>) {
         auto given = std::make_shared<bool>();
-        keep(command.add_flag(flag, *given, text), title, flag, bounds, given, [&options, member](const bool& value) {
+        keep(command.add_flag(flag, *given, text), title, given, [&options, member](const bool& value) {
           options.*member = value;
         });
-      } else if constexpr (IsOptional<Member>::value) {
-        auto given = std::make_shared<typename Member::value_type>();
-        keep(
-            command.add_option(flag, *given, text), title, flag, bounds, given,
-            [&options, member](const typename Member::value_type& value) { options.*member = value; });
       } else if constexpr (IsArray<Member>::value) {
-        auto given = std::make_shared<std::vector<typename Member::value_type>>();
+        using Element = typename Member::value_type;
+        auto given = std::make_shared<std::vector<std::string>>();
         constexpr int kCount = std::tuple_size_v<Member>;
-        Member sized{};
-        keep(
-            command.add_option(flag, *given, text)->expected(kCount), title, flag, bounds, given,
-            [&options, member, sized](const std::vector<typename Member::value_type>& value) mutable {
-              std::copy_n(value.begin(), kCount, sized.begin());
-              options.*member = sized;
+        auto* option = command.add_option(flag, *given, text)->expected(kCount)->type_name(kTypeName<Element>);
+        option->group(title);
+        steps_.push_back([option, flag, bounds, given, &options, member] {
+          if (option->count() > 0) {
+            Member value{};
+            std::transform(given->begin(), given->begin() + kCount, value.begin(), [&](const std::string& element) {
+              return number_of<Element>(flag, element);
             });
+            check(flag, value, bounds);
+            options.*member = value;
+          }
+        });
       } else {
-        auto given = std::make_shared<Member>();
-        keep(
-            command.add_option(flag, *given, text), title, flag, bounds, given,
-            [&options, member](const Member& value) { options.*member = value; });
+        using Value = typename ValueOf<Member>::type;
+        constexpr bool kNumber = std::is_arithmetic_v<Value>;
+        using Given = std::conditional_t<kNumber, std::string, Value>;
+        auto given = std::make_shared<Given>();
+        auto* option = command.add_option(flag, *given, text);
+        if constexpr (kNumber) {
+          option->type_name(kTypeName<Value>);
+        }
+        keep(option, title, given, [&options, member, flag, bounds](const Given& raw) {
+          if constexpr (kNumber) {
+            const auto value = number_of<Value>(flag, raw);
+            check(flag, value, bounds);
+            options.*member = value;
+          } else {
+            check(flag, raw, bounds);
+            options.*member = raw;
+          }
+        });
       }
     });
   }
@@ -69,6 +100,18 @@ class OptionFlags {
   }
 
  private:
+  template <class T>
+  static constexpr const char* kTypeName = std::is_same_v<T, double> ? "FLOAT" : "INT"; // in --help
+
+  template <class T>
+  struct ValueOf {
+    using type = T;
+  };
+  template <class T>
+  struct ValueOf<std::optional<T>> {
+    using type = T;
+  };
+
   static std::string describe(std::string_view help, const Bounds& bounds, const std::string& value) {
     std::string text(help);
     const auto range = bounds.text();
@@ -80,28 +123,22 @@ class OptionFlags {
     return text;
   }
 
+  template <class T>
+  static void check(const std::string& flag, const T& value, const Bounds& bounds) {
+    const auto text = violation(value, bounds);
+    TORCH_CHECK_VALUE(text.empty(), flag, ": ", text);
+  }
+
   template <class T, class Assign>
-  void keep(
-      CLI::Option* option, const std::string& title, const std::string& flag, const Bounds& bounds,
-      std::shared_ptr<T> given, Assign assign) {
+  void keep(CLI::Option* option, const std::string& title, std::shared_ptr<T> given, Assign assign) {
     option->group(title);
     if (option->get_items_expected_max() == 1) {
       option->take_last(); // so that a script's flags can be followed by others
     }
-    steps_.push_back([option, flag, bounds, given, assign]() mutable {
-      if (option->count() == 0) {
-        return;
+    steps_.push_back([option, given, assign] {
+      if (option->count() > 0) {
+        assign(*given);
       }
-      if constexpr (std::is_same_v<T, std::vector<double>>) {
-        for (const auto& element : *given) {
-          const auto text = violation(element, bounds);
-          TORCH_CHECK_VALUE(text.empty(), flag, ": ", text);
-        }
-      } else {
-        const auto text = violation(*given, bounds);
-        TORCH_CHECK_VALUE(text.empty(), flag, ": ", text);
-      }
-      assign(*given);
     });
   }
 

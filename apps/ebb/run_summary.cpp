@@ -39,6 +39,9 @@ std::string as_json(const RunSummary& summary) {
   if (summary.train_loss) {
     json["train_loss"] = *summary.train_loss;
   }
+  if (summary.grad_norm) {
+    json["grad_norm"] = *summary.grad_norm;
+  }
   if (summary.eval_loss) {
     json["eval_loss"] = *summary.eval_loss;
     json["eval_step"] = summary.eval_step;
@@ -71,6 +74,9 @@ std::string as_text(const RunSummary& summary) {
       summary.tflops_per_rank);
   if (summary.train_loss) {
     text += fmt::format("  training loss    {:.3f} nats a byte (mean of the last steps)\n", *summary.train_loss);
+  }
+  if (summary.grad_norm) {
+    text += fmt::format("  gradient norm    {:.3g} before clipping (mean of the last steps)\n", *summary.grad_norm);
   }
   if (summary.eval_loss) {
     text +=

@@ -28,6 +28,7 @@ struct RunSummary {
   std::int64_t num_parameters = 0;
   std::vector<RankReport> ranks;
   std::optional<double> train_loss; ///< Mean over the last 100 steps, or all if there were fewer; nats a byte.
+  std::optional<double> grad_norm; ///< Global L2 norm before clipping; mean over the same steps.
   std::optional<double> eval_loss; ///< The newest; nats a byte.
   std::int64_t eval_step = 0; ///< After which eval_loss was taken.
   std::int64_t tokens = 0;

@@ -1,5 +1,6 @@
 #include "config_file.h"
 #include "option_flags.h"
+#include "run_directory.h"
 #include "subcommand.h"
 #include "train_model.h"
 #include "train_options.h"
@@ -7,6 +8,7 @@
 
 #include "ebb/base/error.h"
 #include "ebb/base/log.h"
+#include "ebb/comm/init.h"
 #include "ebb/comm/launch.h"
 #include "ebb/data/byte_corpus.h"
 #include "ebb/train/optimizer.h"
@@ -41,10 +43,10 @@ void TrainCommand::resolve_all() {
   check_trust(options.model, trust_code);
   check_options(options.train, "ebb train");
   TORCH_CHECK_VALUE(!options.data.data.empty(), "--data: expected at least one text file, got none; name one");
-  TORCH_CHECK_VALUE(!options.train.prompt.empty(), "--prompt: expected at least one byte, got none; use a newline");
+  options.train.min_lr = options.train.lowest_lr();
   TORCH_CHECK_VALUE(
-      options.train.min_lr <= options.train.lr, "--min-lr: expected at most the peak rate (", options.train.lr,
-      "), got ", options.train.min_lr);
+      *options.train.min_lr <= options.train.lr, "--min-lr: expected at most the peak rate (", options.train.lr,
+      "), got ", *options.train.min_lr);
   train::make_optimizer(options.train, {torch::zeros({1}).requires_grad_()});
   // config.toml is to be read from another folder.
   for (auto& path : options.data.data) {
@@ -58,13 +60,17 @@ void TrainCommand::resolve_all() {
        .document_start = options.data.document_start,
        .context = *options.model.context,
        .validation_fraction = options.data.validation_fraction});
+  check_size(options.model);
 }
 
 int TrainCommand::run() {
   const auto environment = comm::launch_environment();
-  log::set_rank(environment.rank);
   resolve_all();
   if (environment.launcher == "none" && options.parallel.nproc > 1) {
+    check_script(options.model, options.parallel);
+    comm::init({}); // a group of one: reads what the environment says of groups
+    log::set_rank(-1); // and the launcher is no rank
+    check_run_directory(options.run.run_dir); // last, as it makes the folder
     auto argv = arguments;
     argv.front() = std::filesystem::read_symlink("/proc/self/exe").string();
     return comm::launch_local_ranks(static_cast<int>(options.parallel.nproc), argv);
@@ -72,6 +78,7 @@ int TrainCommand::run() {
   TORCH_CHECK_VALUE(
       options.parallel.nproc == 1 || environment.launcher == "ebb", "--nproc starts ranks, but ", environment.launcher,
       " has started this one already; leave --nproc out");
+  log::set_rank(environment.rank);
   return run_train(options, trust_code, environment);
 }
 

@@ -1,5 +1,7 @@
 #include "train_model.h"
 
+#include "doctor_checks.h"
+
 #include "ebb/base/error.h"
 #include "ebb/base/rng.h"
 #include "ebb/shard/fully_shard.h"
@@ -141,6 +143,31 @@ void check_trust(const ModelOptions& options, bool trust_code) {
   TORCH_CHECK_VALUE(
       options.torchscript.empty() || trust_code, "--torchscript: '", options.torchscript,
       "' holds code that would run with your rights; add --trust-code if you trust where it comes from");
+}
+
+void check_script(const ModelOptions& options, const ParallelOptions& parallel) {
+  if (!options.torchscript.empty()) {
+    wrap_policy(parallel, /*is_gpt=*/false);
+    load_script(options.torchscript);
+  }
+}
+
+void check_size(const ModelOptions& options) {
+  if (!options.torchscript.empty()) {
+    return;
+  }
+  // In double: sizes within their bounds can multiply beyond 64 bits.
+  const auto size = [](const std::optional<std::int64_t>& value) { return static_cast<double>(*value); };
+  const double width = size(options.d_model);
+  const double parameters = (size(options.vocab) + size(options.context)) * width +
+                            size(options.layers) * (12 * width * width + 13 * width) + 2 * width;
+  const auto memory = usable_memory_bytes({});
+  TORCH_CHECK_VALUE(
+      !memory || 4 * parameters <= *memory, "--layers, --d-model, --vocab, --context: a GPT of these sizes has ",
+      fmt::format(
+          "{:.3g} parameters, {:.3g} GB, which a rank builds before it keeps its shard, but this machine has "
+          "{:.3g} GB; use smaller sizes",
+          parameters, 4e-9 * parameters, 1e-9 * memory.value_or(0)));
 }
 
 SpreadModel make_model(

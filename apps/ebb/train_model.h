@@ -15,6 +15,14 @@ namespace ebb::app {
 /// @throws ValueError for sizes that do not fit together.
 void resolve(ModelOptions& options);
 
+/// Whether the machine can hold the GPT that resolve()d options describe: ranks build it before they shard it.
+/// @throws ValueError naming both sizes.
+void check_size(const ModelOptions& options);
+
+/// Whether the TorchScript file, if there is one, can be loaded and wrapped as the options say. Loads it.
+/// @throws What make_model() would.
+void check_script(const ModelOptions& options, const ParallelOptions& parallel);
+
 /// A model spread over the ranks of `world`.
 struct SpreadModel {
   train::TrainableModel model;

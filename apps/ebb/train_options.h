@@ -26,11 +26,11 @@ struct ModelOptions {
     visit(
         "preset", &O::preset, "GPT of this size; the flags below change single sizes.",
         one_of({"tiny", "26m", "124m"}));
-    visit("layers", &O::layers, "Blocks.", at_least(1));
-    visit("d_model", &O::d_model, "Width; a multiple of heads.", at_least(1));
-    visit("heads", &O::heads, "Attention heads.", at_least(1));
-    visit("context", &O::context, "Tokens the model sees at once.", at_least(1));
-    visit("vocab", &O::vocab, "Vocabulary; bytes need 256.", at_least(256));
+    visit("layers", &O::layers, "Blocks.", between(1, 10'000));
+    visit("d_model", &O::d_model, "Width; a multiple of heads.", between(1, 1'000'000));
+    visit("heads", &O::heads, "Attention heads.", between(1, 10'000));
+    visit("context", &O::context, "Tokens the model sees at once.", between(1, 1'000'000));
+    visit("vocab", &O::vocab, "Vocabulary; bytes need 256.", between(256, 10'000'000));
     visit(
         "torchscript", &O::torchscript,
         "Train this TorchScript file instead; its forward maps int64 tokens [B, T] to logits [B, T, V]. Needs "
@@ -80,9 +80,11 @@ struct ParallelOptions {
         "What is gathered together: block, each GPT block; size, modules of wrap_size; root, all at once; auto, block "
         "for a GPT and size for TorchScript.",
         one_of({"auto", "block", "size", "root"}));
-    visit("wrap_size", &O::wrap_size, "Parameters from which a module is a unit of its own (wrap size).", at_least(1));
-    visit("frames", &O::frames, "Buffers for gathered units.", at_least(1));
-    visit("prefetch", &O::prefetch, "Units gathered ahead of their use.", at_least(0));
+    visit(
+        "wrap_size", &O::wrap_size, "Parameters from which a module is a unit of its own (wrap size).",
+        between(1, 1e15));
+    visit("frames", &O::frames, "Buffers for gathered units.", between(1, 1000));
+    visit("prefetch", &O::prefetch, "Units gathered ahead of their use.", between(0, 1000));
   }
 };
 
@@ -96,7 +98,7 @@ struct RunOptions {
     visit(
         "run_dir", &O::run_dir,
         "Where the run's files go: summary.json, config.toml, TensorBoard events. An earlier run's are replaced.",
-        any_value());
+        not_empty());
     visit("seconds", &O::seconds, "Stop training after so many seconds, whatever the steps.", above(0));
   }
 };

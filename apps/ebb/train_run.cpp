@@ -1,6 +1,7 @@
 #include "train_run.h"
 
 #include "config_file.h"
+#include "run_directory.h"
 #include "run_summary.h"
 #include "stop_signals.h"
 #include "train_model.h"
@@ -17,72 +18,57 @@
 
 #include <deque>
 #include <filesystem>
-#include <fstream>
 #include <iostream>
+#include <numeric>
 
 namespace ebb::app {
 namespace {
 
 namespace fs = std::filesystem;
 
-/// Keeps what the summary needs: the newest losses and the last sample.
-class SummaryObserver final : public Observer {
+/// A metric of the newest steps.
+class NewestValues {
  public:
-  void on_step(const StepInfo& info) override {
-    if (const auto loss = info.metrics.find("loss"); loss != info.metrics.end()) {
-      losses_.push_back(loss->second);
-      if (losses_.size() > kNewest) {
-        losses_.pop_front();
+  void add(const StepInfo& info, const std::string& name) {
+    if (const auto found = info.metrics.find(name); found != info.metrics.end()) {
+      values_.push_back(found->second);
+      if (values_.size() > kNewest) {
+        values_.pop_front();
       }
     }
   }
+  std::optional<double> mean() const {
+    const double sum = std::accumulate(values_.begin(), values_.end(), 0.0);
+    return values_.empty() ? std::nullopt : std::optional(sum / static_cast<double>(values_.size()));
+  }
+
+ private:
+  static constexpr std::size_t kNewest = 100;
+  std::deque<double> values_;
+};
+
+/// Keeps what the summary needs: metrics of the newest steps and the last sample.
+class SummaryObserver final : public Observer {
+ public:
+  void on_step(const StepInfo& info) override {
+    loss.add(info, "loss");
+    grad_norm.add(info, "grad_norm");
+  }
   void on_metrics(std::int64_t step, const std::map<std::string, double>& metrics) override {
-    if (const auto loss = metrics.find("eval/loss"); loss != metrics.end()) {
-      eval_loss = loss->second;
+    if (const auto found = metrics.find("eval/loss"); found != metrics.end()) {
+      eval_loss = found->second;
       eval_step = step;
     }
   }
   void on_text(std::int64_t, const std::string&, const std::string& text) override {
     sample = text;
   }
-  std::optional<double> mean_loss() const {
-    double sum = 0;
-    for (const double loss : losses_) {
-      sum += loss;
-    }
-    return losses_.empty() ? std::nullopt : std::optional(sum / static_cast<double>(losses_.size()));
-  }
+  NewestValues loss;
+  NewestValues grad_norm;
   std::optional<double> eval_loss;
   std::int64_t eval_step = 0;
   std::optional<std::string> sample;
-
- private:
-  static constexpr std::size_t kNewest = 100;
-  std::deque<double> losses_;
 };
-
-void write_file(const fs::path& path, const std::string& text) {
-  std::ofstream out(path, std::ios::binary | std::ios::trunc);
-  out << text;
-  out.flush();
-  TORCH_CHECK_VALUE(
-      out.good(), "--run-dir: cannot write '", path.string(), "'; check its permissions and the space on the disk");
-}
-
-/// A run directory holds one run: what an earlier one left is replaced, and nothing else is touched.
-void open_run_directory(const fs::path& directory, const TrainCommandOptions& options) {
-  std::error_code error;
-  fs::create_directories(directory, error);
-  TORCH_CHECK_VALUE(
-      !error, "--run-dir: cannot make '", directory.string(), "': ", error.message(), "; give another folder");
-  for (const auto& entry : fs::directory_iterator(directory)) {
-    const auto name = entry.path().filename().string();
-    if (name == "summary.json" || (name.starts_with("events.out.tfevents.") && name.ends_with(".ebb"))) {
-      fs::remove(entry.path(), error);
-    }
-  }
-  write_file(directory / "config.toml", config_text(options));
-}
 
 std::string header(
     const TrainCommandOptions& options, const SpreadModel& spread, const data::ByteCorpus& corpus,
@@ -137,7 +123,9 @@ int train(const TrainCommandOptions& options, bool trust_code, const std::shared
   const auto kept = std::make_shared<SummaryObserver>();
   std::vector<std::shared_ptr<Observer>> observers{kept};
   if (first) {
-    open_run_directory(options.run.run_dir, options);
+    check_run_directory(options.run.run_dir);
+    clear_run_directory(options.run.run_dir);
+    write_run_file(options.run.run_dir, "config.toml", config_text(options));
     observers.push_back(std::make_shared<train::TensorBoardObserver>(options.run.run_dir));
     observers.push_back(std::make_shared<train::ConsoleObserver>(std::cerr, std::cout));
     std::cout << header(options, spread, *corpus, *world) << "\n" << std::endl;
@@ -179,7 +167,8 @@ int train(const TrainCommandOptions& options, bool trust_code, const std::shared
   summary.planned_steps = options.train.steps;
   summary.num_parameters = spread.model.parameters->num_parameters();
   summary.ranks = gather_reports(*world, {train::peak_memory_bytes(), spread.model.parameters->bytes()});
-  summary.train_loss = kept->mean_loss();
+  summary.train_loss = kept->loss.mean();
+  summary.grad_norm = kept->grad_norm.mean();
   summary.eval_loss = kept->eval_loss;
   summary.eval_step = kept->eval_step;
   summary.tokens = job.totals().tokens;
@@ -191,9 +180,9 @@ int train(const TrainCommandOptions& options, bool trust_code, const std::shared
     summary.sample_words = data::count_known_words(*kept->sample, *corpus);
   }
   if (first) {
-    const auto file = fs::path(options.run.run_dir) / "summary.json";
-    write_file(file, as_json(summary));
-    std::cout << as_text(summary) << "  details          " << file.string() << std::endl;
+    write_run_file(options.run.run_dir, "summary.json", as_json(summary));
+    std::cout << as_text(summary) << "  details          " << (fs::path(options.run.run_dir) / "summary.json").string()
+              << std::endl;
   }
   world->barrier();
   if (job.stop_agreed() && !status.finished) {

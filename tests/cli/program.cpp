@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <csignal>
+#include <fstream>
 #include <iterator>
 #include <thread>
 
@@ -20,8 +21,8 @@ constexpr auto kPoll = 10ms;
 
 } // namespace
 
-Ebb::Ebb(const TemporaryFolder& folder, const std::vector<std::string>& arguments)
-    : out_(folder.path() / "stdout.txt"), err_(folder.path() / "stderr.txt") {
+Ebb::Ebb(const TemporaryFolder& folder, const std::vector<std::string>& arguments, const std::filesystem::path& out)
+    : out_(out.empty() ? folder.path() / "stdout.txt" : out), err_(folder.path() / "stderr.txt") {
   std::vector<std::string> argv{EBB_PROGRAM};
   argv.insert(argv.end(), arguments.begin(), arguments.end());
   std::vector<char*> pointers;
@@ -53,6 +54,13 @@ void Ebb::signal(int signal) const {
   ::kill(pid_, signal);
 }
 
+void Ebb::kill_child() const {
+  std::ifstream children("/proc/" + std::to_string(pid_) + "/task/" + std::to_string(pid_) + "/children");
+  pid_t child = -1;
+  ASSERT_TRUE(children >> child);
+  ::kill(child, SIGKILL);
+}
+
 bool Ebb::wait_for_file(const std::filesystem::path& path) {
   const auto deadline = std::chrono::steady_clock::now() + 60s;
   std::error_code error;
@@ -81,7 +89,7 @@ Outcome Ebb::wait() {
       std::this_thread::sleep_for(kPoll);
     }
   }
-  outcome.out = read_file(out_);
+  outcome.out = std::filesystem::is_regular_file(out_) ? read_file(out_) : "";
   outcome.err = read_file(err_);
   return outcome;
 }

@@ -22,13 +22,15 @@ struct Outcome {
 /// The ebb program, running. Killed at the end of the test if it still does.
 class Ebb {
  public:
-  /// Starts `ebb arguments...` in `folder`; its output goes to files there.
-  Ebb(const TemporaryFolder& folder, const std::vector<std::string>& arguments);
+  /// Starts `ebb arguments...`; its output goes to files in `folder`, standard output to `out` where that is given.
+  Ebb(const TemporaryFolder& folder, const std::vector<std::string>& arguments, const std::filesystem::path& out = {});
   ~Ebb();
   Ebb(const Ebb&) = delete;
   Ebb& operator=(const Ebb&) = delete;
 
   void signal(int signal) const;
+  /// Kills (SIGKILL) one of the ranks that it has started.
+  void kill_child() const;
   /// Waits until `path` exists and has something in it, 60 s at most.
   static bool wait_for_file(const std::filesystem::path& path);
   /// Waits for the end, 120 s at most.

@@ -16,6 +16,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 nlohmann::json train(const TemporaryFolder& folder, const std::string& run, const std::vector<std::string>& more) {
   const auto directory = folder.path() / run;
@@ -68,6 +69,8 @@ TEST(Train, SaysInItsSummaryWhatTheRunCameTo) {
   }
   ASSERT_EQ(summary["peak_memory_bytes_per_rank"].size(), 2u);
   EXPECT_GT(summary["peak_memory_bytes_per_rank"][1], 10'000'000);
+  EXPECT_GT(summary["grad_norm"], 0);
+  EXPECT_LT(summary["grad_norm"], 100);
   EXPECT_GT(summary["seconds"], 0);
   EXPECT_GT(summary["tokens_per_second"], 0);
   EXPECT_EQ(summary["sample"].get<std::string>().size(), 60u);
@@ -98,6 +101,14 @@ TEST(Train, RunsAgainFromTheConfigItLeft) {
   ASSERT_NE(at, std::string::npos) << expected;
   expected.replace(at, 7, "/second'");
   EXPECT_EQ(read_file(second_dir / "config.toml"), expected);
+}
+
+TEST(Train, EndsAtATenthOfTheRateUnlessToldOtherwise) {
+  const TemporaryFolder folder;
+  train(folder, "run", {"--lr", "1e-5"});
+  EXPECT_THAT(read_file(folder.path() / "run" / "config.toml"), HasSubstr("\nmin_lr = 1.0000000000000002e-06\n"));
+  train(folder, "given", {"--lr", "1e-5", "--min-lr", "0"});
+  EXPECT_THAT(read_file(folder.path() / "given" / "config.toml"), HasSubstr("\nmin_lr = 0.0\n"));
 }
 
 TEST(Train, FlagsWinOverTheFileAndItsPathsStartAtItsFolder) {
@@ -157,11 +168,53 @@ TEST_P(StopsAt, TheEndOfAStepOnASignalAndWritesItsSummary) {
   ebb.signal(SIGTERM);
   const auto outcome = ebb.wait();
   EXPECT_EQ(outcome.code, 1) << outcome.err; // not 5: nothing was saved
-  EXPECT_THAT(outcome.err, AllOf(HasSubstr("stopped by signal 15 after step"), HasSubstr("not saved")));
+  EXPECT_THAT(
+      outcome.err, AllOf(
+                       HasSubstr("stopped by signal 15 after step"), HasSubstr("not saved"), Not(HasSubstr("[error]")),
+                       Not(HasSubstr("failed"))));
   const auto summary = read_json(run / "summary.json");
   EXPECT_EQ(summary["outcome"], "stopped by signal 15");
   EXPECT_GE(summary["steps"], 1);
   EXPECT_EQ(summary["world_size"], GetParam());
+}
+
+TEST(Train, FailsWhereTheDiskIsFull) {
+  const TemporaryFolder folder;
+  const auto data = write_text(folder);
+  const auto run = folder.path() / "run";
+  std::filesystem::create_directories(run);
+  std::filesystem::create_symlink("/dev/full", run / "config.toml"); // from the start
+  for (const std::string nproc : {"1", "2"}) {
+    const auto outcome = run_ebb(folder, tiny_training(data, run.string(), {"--nproc", nproc}));
+    EXPECT_EQ(outcome.code, 1) << outcome.err;
+    EXPECT_THAT(outcome.err, AllOf(HasSubstr("config.toml"), HasSubstr("make room")));
+  }
+  std::filesystem::remove(run / "config.toml");
+  for (const std::string nproc : {"1", "2"}) { // at the end
+    Ebb ebb(folder, tiny_training(data, run.string(), {"--nproc", nproc, "--steps", "100000000", "--seconds", "1"}));
+    ASSERT_TRUE(Ebb::wait_for_file(folder.path() / "stdout.txt"));
+    std::filesystem::create_symlink("/dev/full", run / "summary.json");
+    const auto outcome = ebb.wait();
+    EXPECT_EQ(outcome.code, 1) << outcome.err;
+    EXPECT_THAT(outcome.err, AllOf(HasSubstr("summary.json"), HasSubstr("make room")));
+    if (nproc == "2") {
+      EXPECT_THAT(outcome.err, HasSubstr("ebb: rank 0: "));
+    }
+    std::filesystem::remove(run / "summary.json");
+  }
+}
+
+TEST(Train, NamesTheRankThatReportsALostPeer) {
+  const TemporaryFolder folder;
+  Ebb ebb(
+      folder,
+      tiny_training(write_text(folder), (folder.path() / "run").string(), {"--nproc", "2", "--steps", "100000000"}));
+  ASSERT_TRUE(Ebb::wait_for_file(folder.path() / "stdout.txt"));
+  ebb.kill_child();
+  const auto outcome = ebb.wait();
+  EXPECT_EQ(outcome.code, 128 + SIGKILL) << outcome.err;
+  EXPECT_THAT(outcome.err, ::testing::ContainsRegex("ebb: rank [01]: "));
+  EXPECT_THAT(outcome.err, ::testing::ContainsRegex("\\[error\\] rank [01] failed")) << "the launcher is no rank";
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, StopsAt, ::testing::Values(1, 2));

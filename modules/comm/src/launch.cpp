@@ -147,8 +147,13 @@ class Launcher {
     }
     for (auto& pipe : pipes_) {
       pipe.finish();
+      if (pipe.to() == STDOUT_FILENO && pipe.error() != 0 && !output_lost_) {
+        output_lost_ = true;
+        log::error(
+            "standard output of the ranks is incomplete: {}; make room where it goes", std::strerror(pipe.error()));
+      }
     }
-    return exit_code_;
+    return exit_code_ == 0 && output_lost_ ? static_cast<int>(ExitCode::kFailure) : exit_code_;
   }
 
  private:
@@ -214,6 +219,7 @@ class Launcher {
       signal_all(SIGCONT);
     } else if (signal != SIGCHLD) {
       log::debug("forwarding signal {} to {} ranks", signal, running_);
+      asked_to_end_ = asked_to_end_ || signal == SIGINT || signal == SIGTERM || signal == SIGHUP;
       signal_all(signal);
     }
   }
@@ -257,7 +263,11 @@ class Launcher {
     }
     if (first) {
       stop_at_ = now() + options_.leave;
-      log::error("rank {} failed: {}{}", rank, ending.text, running_ ? "; the other ranks are told to end" : "");
+      if (asked_to_end_ && !ending.crashed) { // what it was asked to do; it has said itself what that meant
+        log::debug("rank {} ended after a forwarded signal: {}", rank, ending.text);
+      } else {
+        log::error("rank {} failed: {}{}", rank, ending.text, running_ ? "; the other ranks are told to end" : "");
+      }
     }
   }
 
@@ -286,6 +296,8 @@ class Launcher {
   std::vector<pid_t> pids_; // -1 once ended
   int running_ = 0;
   int exit_code_ = 0;
+  bool output_lost_ = false;
+  bool asked_to_end_ = false; // by a signal that was forwarded
   bool stopping_ = false;
   std::optional<Clock::TimePoint> stop_at_;
   std::optional<Clock::TimePoint> kill_at_;

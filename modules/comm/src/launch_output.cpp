@@ -14,16 +14,17 @@ namespace {
 
 constexpr std::size_t kLongestLine = 1 << 16; // longer ones are passed on in parts
 
-// What the reader of the launcher's output no longer wants is dropped; the ranks go on.
-void write_all(int fd, const std::string& text) {
+// What cannot be written is dropped; the ranks go on. Returns why, 0 when nothing was or the reader has left.
+int write_all(int fd, const std::string& text) {
   std::size_t done = 0;
   while (done < text.size()) {
     const auto count = ::write(fd, text.data() + done, text.size() - done);
     if (count < 0 && errno != EINTR) {
-      return;
+      return errno == EPIPE ? 0 : errno;
     }
     done += count > 0 ? static_cast<std::size_t>(count) : 0;
   }
+  return 0;
 }
 
 } // namespace
@@ -84,7 +85,8 @@ void LinePipe::finish() {
 }
 
 void LinePipe::pass_on(std::size_t length) {
-  write_all(to_, clear_ + pending_.substr(0, length));
+  const int error = write_all(to_, clear_ + pending_.substr(0, length));
+  error_ = error_ != 0 ? error_ : error;
   pending_.erase(0, length);
 }
 

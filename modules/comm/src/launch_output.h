@@ -28,6 +28,13 @@ class LinePipe {
   void pump();
   /// Passes on all that is left, also an unfinished line.
   void finish();
+  int to() const {
+    return to_;
+  }
+  /// Why lines were lost: errno of the first write that failed; 0 when none did, or only because nobody reads any more.
+  int error() const {
+    return error_;
+  }
 
  private:
   void pass_on(std::size_t length);
@@ -36,6 +43,7 @@ class LinePipe {
   std::string clear_;
   int reader_ = -1;
   int writer_ = -1;
+  int error_ = 0;
   std::string pending_;
 };
 

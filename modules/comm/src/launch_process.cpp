@@ -127,6 +127,7 @@ bool reap(pid_t pid, Ending& ending) {
   if (WIFSIGNALED(status)) {
     const int signal = WTERMSIG(status);
     ending.code = 128 + signal;
+    ending.crashed = signal != SIGINT && signal != SIGTERM && signal != SIGHUP;
     ending.text = "it was killed by signal " + std::to_string(signal) + " (" + ::strsignal(signal) + ")";
   } else {
     ending.code = WEXITSTATUS(status);

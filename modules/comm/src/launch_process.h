@@ -34,6 +34,7 @@ pid_t spawn(const Spawn& spec);
 /// How a process ended.
 struct Ending {
   int code = 0; ///< Its exit code; 128 + n when signal n ended it.
+  bool crashed = false; ///< By a signal other than SIGINT, SIGTERM and SIGHUP.
   std::string text; ///< "it was killed by signal 9 (Killed)", "it ended with exit code 3"
 };
 

@@ -1,9 +1,11 @@
 #include "ebb/comm/launch.h"
 
 #include "ebb/base/error.h"
+#include "ebb/base/log.h"
 
 #include "launch_output.h"
 #include "launch_process.h"
+#include "support/temporary_folder.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -13,6 +15,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <csignal>
 #include <cstdlib>
 #include <fstream>
@@ -189,6 +192,46 @@ TEST(LaunchLocalRanks, ForwardsSignalsAlsoWhereOtherThreadsRun) {
   EXPECT_THAT(outcome.lines, UnorderedElementsAre("forwarded"));
 }
 
+std::vector<std::string>& error_lines() {
+  static std::vector<std::string> lines;
+  return lines;
+}
+
+/// What the launcher itself says is wrong while `script` runs.
+std::vector<std::string> errors_of(const std::string& script, int expected_code) {
+  error_lines().clear();
+  log::set_sink([](log::Level level, int rank, std::string_view text) {
+    if (level >= log::Level::kWarn) {
+      error_lines().push_back((rank >= 0 ? "as a rank: " : "") + std::string(text));
+    }
+  });
+  EXPECT_EQ(launch(2, script).code, expected_code);
+  log::set_sink(nullptr);
+  return error_lines();
+}
+
+TEST(LaunchLocalRanks, ReportsNoFailureOfRanksThatWereAskedToEnd) {
+  // Rank 0 sends the signal once both ranks are ready for it.
+  const ebb::test::TemporaryFolder folder;
+  const std::string wait = "cd " + folder.path().string() +
+                           "; : > $SIGNAL$EBB_TOKEN$EBB_RANK; if [ $EBB_RANK = 0 ]; then "
+                           "until [ -e $SIGNAL${EBB_TOKEN}1 ]; do sleep 0.02; done; kill -s $SIGNAL $PPID; fi; "
+                           "while :; do sleep 0.05; done";
+  for (const auto& [signal, number] : {std::pair{"INT", SIGINT}, {"TERM", SIGTERM}, {"HUP", SIGHUP}}) {
+    const auto name = std::string("SIGNAL=") + signal + "; ";
+    EXPECT_THAT(errors_of(name + "trap 'exit 1' " + signal + "; " + wait, 1), ::testing::IsEmpty()) << signal;
+    EXPECT_THAT(errors_of(name + wait, 128 + number), ::testing::IsEmpty()) << signal;
+  }
+  // A crash while it ends, and a failure without having been asked, are errors.
+  EXPECT_THAT(
+      errors_of("SIGNAL=TERM; trap 'kill -KILL $$' TERM; " + wait, 128 + SIGKILL),
+      ::testing::ElementsAre(
+          AllOf(HasSubstr("failed"), HasSubstr("signal 9"), ::testing::Not(HasSubstr("as a rank")))));
+  EXPECT_THAT(errors_of("exit 1", 1), ::testing::ElementsAre(HasSubstr("failed")));
+  EXPECT_THAT(
+      errors_of("SIGNAL=USR1; trap 'exit 1' USR1; " + wait, 1), ::testing::ElementsAre(HasSubstr("exit code 1")));
+}
+
 TEST(LaunchLocalRanks, RefusesToRunTwiceAtOnce) {
   testing::internal::CaptureStdout();
   std::thread first([] { EXPECT_EQ(launch_local_ranks(1, {"sleep", "1"}, kQuick), 0); });
@@ -247,6 +290,27 @@ TEST(LinePipe, HoldsBackAnUnfinishedLine) {
   pipe.finish();
   EXPECT_EQ(arrived(), ">end\n");
   ::close(ends[0]);
+  ::close(ends[1]);
+}
+
+TEST(LinePipe, KnowsWhetherLinesWereLost) {
+  const int full = ::open("/dev/full", O_WRONLY);
+  ASSERT_GE(full, 0);
+  LinePipe pipe(full, "");
+  EXPECT_EQ(pipe.error(), 0);
+  ASSERT_EQ(::write(pipe.writer(), "one\n", 4), 4);
+  pipe.pump();
+  EXPECT_EQ(pipe.error(), ENOSPC);
+  ::close(full);
+
+  int ends[2];
+  ASSERT_EQ(::pipe2(ends, 0), 0);
+  ::signal(SIGPIPE, SIG_IGN);
+  LinePipe unread(ends[1], "");
+  ::close(ends[0]);
+  ASSERT_EQ(::write(unread.writer(), "one\n", 4), 4);
+  unread.pump();
+  EXPECT_EQ(unread.error(), 0) << "a reader that leaves wants no more";
   ::close(ends[1]);
 }
 

@@ -19,7 +19,9 @@ struct LaunchOptions {
 ///
 /// When a rank fails the others learn of it at once through the store, are told to stop (SIGTERM after options.leave,
 /// SIGKILL after options.grace), and the exit code is that of the rank that failed first; 128 + n when it died of
-/// signal n. Code 4 (lost peer) yields to that of the lost peer.
+/// signal n. Code 4 (lost peer) yields to that of the lost peer. A rank that ends with a code of its own, or by the
+/// signal, after SIGINT, SIGTERM or SIGHUP was forwarded is not reported as failed; the exit code is the same. Where
+/// standard output cannot be written, other than because its reader has left, a code of 0 becomes 1.
 ///
 /// The store listens on loopback alone, in this process. Ranks find their place in EBB_RANK, EBB_WORLD_SIZE,
 /// EBB_LOCAL_RANK, EBB_LOCAL_WORLD_SIZE, EBB_MASTER_ADDR, EBB_MASTER_PORT and EBB_TOKEN. OMP_NUM_THREADS is kept where

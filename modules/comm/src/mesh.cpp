@@ -23,6 +23,7 @@ Mesh::Mesh(std::shared_ptr<Communicator> world) : world_(std::move(world)) {
       world_ != nullptr, "[Mesh] expected a communicator, got none; pass comm::init(...) or comm::single()");
   axes_ = {"shard"};
   groups_ = {world_};
+  neighbours_ = std::make_shared<std::map<int, std::shared_ptr<Communicator>>>();
 }
 
 Mesh Mesh::replicate_by_shard(std::shared_ptr<Communicator> world, int replicate, int shard) {
@@ -37,6 +38,7 @@ Mesh Mesh::replicate_by_shard(std::shared_ptr<Communicator> world, int replicate
   const int column = world->rank() % shard;
   Mesh mesh;
   mesh.axes_ = {"replicate", "shard"};
+  mesh.neighbours_ = std::make_shared<std::map<int, std::shared_ptr<Communicator>>>();
   std::vector<int> replicas(replicate);
   std::vector<int> shards(shard);
   for (int i = 0; i < replicate; ++i) {
@@ -49,6 +51,21 @@ Mesh Mesh::replicate_by_shard(std::shared_ptr<Communicator> world, int replicate
   mesh.groups_.push_back(world->split(shards, shape + "/shard" + std::to_string(row)));
   mesh.world_ = std::move(world);
   return mesh;
+}
+
+std::shared_ptr<Communicator> Mesh::shard_neighbours(int ranks) const {
+  const auto& group = axis("shard");
+  TORCH_CHECK_VALUE(
+      ranks >= 1 && group->size() % ranks == 0, "[Mesh::shard_neighbours] expected a number that divides the ",
+      group->size(), " ranks of the shard axis, got ", ranks);
+  auto& made = (*neighbours_)[ranks];
+  if (!made) {
+    std::vector<int> near(ranks);
+    const int first = group->rank() / ranks * ranks;
+    std::iota(near.begin(), near.end(), first);
+    made = group->split(near, "near" + std::to_string(ranks) + "from" + std::to_string(first));
+  }
+  return made;
 }
 
 const std::vector<std::string>& Mesh::axes() const {

@@ -13,11 +13,13 @@
 
 namespace ebb::comm {
 
+/// What ranks do together.
 enum class Op { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kBarrier, kExchange };
 inline constexpr int kNumOps = 6;
 /// "all_gather", "reduce_scatter", ...
 std::string_view name_of(Op op);
 
+/// How all_reduce() combines.
 enum class ReduceOp { kSum, kMax };
 
 /// What this rank has put on the wire since the group was made. A rank of a group of one sends nothing.
@@ -28,6 +30,7 @@ struct Traffic {
   std::array<std::int64_t, kNumOps> bytes_across_hosts{};
   std::int64_t total_bytes_sent() const;
   std::int64_t total_bytes_across_hosts() const;
+  /// Calls of one kind.
   std::int64_t calls_of(Op op) const {
     return calls[static_cast<std::size_t>(op)];
   }
@@ -83,6 +86,7 @@ class Communicator {
   /// Copies `root`'s tensor to every rank.
   virtual std::unique_ptr<Work> broadcast(const at::Tensor& tensor, int root, std::string_view unit) = 0;
 
+  /// Returns when every rank has called it.
   virtual void barrier() = 0;
 
   /// Everybody's text, in rank order. For small control messages (at most 1 MB each), not for tensors.

@@ -2,6 +2,7 @@
 
 #include "ebb/comm/communicator.h"
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -20,7 +21,12 @@ class Mesh {
   /// Two axes; replicate x shard must equal world->size(). Collective: makes the groups of both axes.
   static Mesh replicate_by_shard(std::shared_ptr<Communicator> world, int replicate, int shard);
 
+  /// The group of `ranks` neighbours along the shard axis that this rank is in: positions [0, ranks), [ranks, 2 ranks),
+  /// ... Collective over the shard axis; the same group each time. `ranks` divides the axis.
+  std::shared_ptr<Communicator> shard_neighbours(int ranks) const;
+
   const std::vector<std::string>& axes() const;
+  /// Whether axis(`axis`) would find a group.
   bool has_axis(const std::string& axis) const;
   /// The group of this rank along `axis`.
   /// @throws ValueError when there is no such axis; lists those there are.
@@ -32,6 +38,7 @@ class Mesh {
   std::shared_ptr<Communicator> world_;
   std::vector<std::string> axes_;
   std::vector<std::shared_ptr<Communicator>> groups_;
+  std::shared_ptr<std::map<int, std::shared_ptr<Communicator>>> neighbours_; ///< Shared by copies of the mesh.
 };
 
 } // namespace ebb::comm

@@ -5,11 +5,13 @@
 #include "unit.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 #include <torch/torch.h>
 
 #include <array>
 #include <mutex>
+#include <optional>
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
@@ -23,7 +25,7 @@ namespace {
 // the key. Operators that only make views need no bytes and fall through; operators that only read metadata are passed
 // on at once. Nested operators come here again and add pins of their own, so no notion of an outermost one is needed.
 
-enum class Action : std::uint8_t { kPage, kPassOn, kReplaceData };
+enum class Action : std::uint8_t { kPage, kPassOn, kReplaceData, kSet };
 
 struct OperatorTraits {
   Action action = Action::kPage;
@@ -57,6 +59,8 @@ OperatorTraits traits_of(const c10::FunctionSchema& schema) {
   traits.num_arguments = schema.arguments().size();
   if (schema.name() == "aten::_has_compatible_shallow_copy_type") {
     traits.action = Action::kReplaceData;
+  } else if (schema.name() == "aten::set_" && schema.overload_name() == "source_Tensor") {
+    traits.action = Action::kSet;
   } else if (metadata_only.count(schema.name())) {
     traits.action = Action::kPassOn;
   }
@@ -111,6 +115,9 @@ class Pins {
     }
     auto& owner = storage->owner();
     auto* engine = owner.engine.load(std::memory_order_acquire);
+    if (storage->kind() == PageKind::kFull) {
+      return;
+    }
     if (storage->kind() == PageKind::kShard) {
       if (write && engine) {
         engine->before_shard_write(*owner.flat);
@@ -125,6 +132,14 @@ class Pins {
     }
     engine->touch_and_pin(*owner.flat);
     pinned_.emplace_back(engine, owner.flat);
+    if (engine->casts_inputs() && c10::isFloatingType(owner.flat->dtype)) {
+      cast_to_ = cast_to_ ? c10::promoteTypes(*cast_to_, owner.flat->dtype) : owner.flat->dtype;
+    }
+  }
+
+  /// The dtype that the operator's other inputs are to have, in mixed precision.
+  const std::optional<c10::ScalarType>& cast_to() const {
+    return cast_to_;
   }
 
   /// After the last add(): says so where one operator takes a whole model, as at::_foreach_* and at::cat of all
@@ -145,7 +160,45 @@ class Pins {
 
   const c10::FunctionSchema& schema_;
   c10::SmallVector<std::pair<Engine*, FlatParameter*>, 4> pinned_;
+  std::optional<c10::ScalarType> cast_to_;
 };
+
+// Note [Input casts]
+// A module has no hook in which its inputs could be converted, as FSDP does. So each operator that uses parameters gets
+// its other floating-point inputs in the parameters' dtype. Activations follow: what a bf16 linear returns is bf16. In
+// backward every dtype is that of forward already, and nothing is converted.
+void cast_inputs(const OperatorTraits& traits, c10::ScalarType to, torch::jit::Stack& stack) {
+  if (traits.writes || (torch::autograd::get_current_graph_task_id() != -1 && !at::GradMode::is_enabled())) {
+    return;
+  }
+  const auto wants = [to](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.is_floating_point() && tensor.scalar_type() != to && !PagedStorage::of(tensor);
+  };
+  const auto first = stack.size() - traits.num_arguments;
+  for (std::size_t i = 0; i < traits.num_arguments; ++i) {
+    if (!(traits.tensors >> i & 1)) {
+      continue;
+    }
+    auto& value = stack[first + i];
+    if (value.isTensor()) {
+      if (wants(value.toTensor())) {
+        value = value.toTensor().to(to);
+      }
+    } else if (value.isTensorList()) {
+      auto tensors = value.toTensorVector();
+      bool any = false;
+      for (auto& tensor : tensors) {
+        if (wants(tensor)) {
+          tensor = tensor.to(to);
+          any = true;
+        }
+      }
+      if (any) {
+        value = c10::IValue(std::move(tensors));
+      }
+    }
+  }
+}
 
 // set_data(), to(dtype) and to(device) all ask this first, with the parameter and what is to replace its data.
 void check_replacement(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
@@ -167,11 +220,36 @@ void check_replacement(const c10::FunctionSchema& schema, const torch::jit::Stac
       "): set_data() and to(dtype or device) belong before fully_shard(); convert the model first");
 }
 
+// torch::load() puts what it read under a parameter by set_(). Inside a scope that becomes a copy, which the scope's end
+// writes to the shards.
+bool copies_instead(torch::jit::Stack* stack) {
+  const auto self = torch::jit::peek(*stack, 0, 2).toTensor();
+  const auto source = torch::jit::peek(*stack, 1, 2).toTensor();
+  auto* storage = PagedStorage::of(self);
+  if (!storage || storage->kind() == PageKind::kShard) {
+    return false;
+  }
+  const auto* engine = storage->owner().engine.load(std::memory_order_acquire);
+  if (!engine || !engine->in_full_parameters() || self.sizes() != source.sizes()) {
+    return false;
+  }
+  {
+    const at::NoGradGuard no_grad;
+    self.detach().copy_(source);
+  }
+  torch::jit::drop(*stack, 2);
+  stack->emplace_back(self);
+  return true;
+}
+
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto& traits = cached_traits(schema);
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey);
-  if (traits.action != Action::kPage) {
+  if (traits.action == Action::kSet && copies_instead(stack)) {
+    return;
+  }
+  if (traits.action == Action::kPassOn || traits.action == Action::kReplaceData) {
     if (traits.action == Action::kReplaceData) {
       check_replacement(schema, *stack);
     }
@@ -201,6 +279,9 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     }
   }
   pins.note_width();
+  if (pins.cast_to()) {
+    cast_inputs(traits, *pins.cast_to(), *stack);
+  }
   op.redispatchBoxed(below, stack);
 }
 

@@ -15,7 +15,6 @@ namespace ebb::shard {
 
 Engine::Engine(ShardOptions options, std::vector<std::unique_ptr<Unit>> units)
     : options_(std::move(options)),
-      group_(options_.mesh.axis("shard")),
       units_(std::move(units)),
       order_(static_cast<int>(units_.size())),
       resident_(*this) {
@@ -28,7 +27,7 @@ Engine::~Engine() {
       if (flat->owner) {
         flat->owner->engine = nullptr;
       }
-      if (flat->storage && options_.strategy != Strategy::kNoShard) {
+      if (flat->storage && !unit->in_place) {
         // The frame goes with this engine; a parameter that was resident must not point into it.
         flat->storage->empty(no_data_message(*flat) + ". The ShardedModel is gone: keep it alive as long as the model");
       }
@@ -37,20 +36,19 @@ Engine::~Engine() {
 }
 
 void Engine::take_over() {
-  const bool in_place = options_.strategy == Strategy::kNoShard;
   for (auto& unit : units_) {
     for (auto& flat : unit->flats) {
       flat->owner = std::make_shared<PageOwner>();
       flat->owner->flat = flat.get();
       flat->owner->unit_name = unit->name;
-      flat->take_over(in_place ? 0 : group_->rank(), in_place);
+      flat->take_over(unit->group->rank(), unit->in_place);
       flat->owner->engine = this;
-      if (!in_place) {
+      if (!unit->in_place) {
         flat->storage->empty(no_data_message(*flat));
       }
       attach_gradient_hooks(*flat);
     }
-    if (in_place) {
+    if (unit->in_place) {
       resident_.hold_in_place(*unit);
     }
   }
@@ -134,8 +132,8 @@ void Engine::unpin(FlatParameter& flat) {
 
 void Engine::note_width(std::string_view op, std::size_t num_units) {
   const std::lock_guard lock(mutex_);
-  if (options_.strategy == Strategy::kFullShard && full_scopes_ == 0 &&
-      num_units > static_cast<std::size_t>(resident_.num_frames()) + 1 && !std::exchange(warned_of_width_, true)) {
+  if (full_scopes_ == 0 && num_units > static_cast<std::size_t>(resident_.num_frames()) + 1 &&
+      !std::exchange(warned_of_width_, true)) {
     log::warn(
         "{} reads the parameters of {} units at once, so that all of these are in memory together ({} frames are "
         "planned); work on the shards instead, ShardedModel::parameters() and its clip_grad_norm_()",
@@ -144,6 +142,7 @@ void Engine::note_width(std::string_view op, std::size_t num_units) {
 }
 
 void Engine::visit(Unit& unit) {
+  check_not_unfrozen(unit);
   const auto pass = current_pass();
   if (pass == Pass::kForward && order_.forward_visits().empty()) {
     reducer_->drop_hidden_gradients();
@@ -151,7 +150,7 @@ void Engine::visit(Unit& unit) {
   order_.visit(unit.index, pass);
   current_ = &unit;
   unit.last_use = ++tick_;
-  if (options_.strategy == Strategy::kNoShard) {
+  if (unit.in_place) {
     return;
   }
   if (unit.residence == Residence::kSharded) {
@@ -161,7 +160,9 @@ void Engine::visit(Unit& unit) {
 }
 
 void Engine::prefetch() {
-  for (const int index : order_.upcoming(options_.prefetch)) {
+  const auto& explicit_list =
+      current_pass() == Pass::kBackward ? current_->backward_prefetch : current_->forward_prefetch;
+  for (const int index : explicit_list.empty() ? order_.upcoming(options_.prefetch) : explicit_list) {
     Unit& next = *units_[faults_.wrong_prefetch ? (index + 1) % units_.size() : index];
     if (next.residence == Residence::kSharded && !resident_.prefetch(next)) {
       return;
@@ -169,8 +170,10 @@ void Engine::prefetch() {
   }
 }
 
-bool Engine::keeps(const Unit& /*unit*/) const {
-  return options_.strategy == Strategy::kShardGradOp && current_pass() == Pass::kForward;
+bool Engine::keeps(const Unit& unit) const {
+  const auto pass = current_pass();
+  return (pass == Pass::kForward && !unit.reshard_after_forward) ||
+         (pass == Pass::kBackward && !unit.reshard_after_backward);
 }
 
 void Engine::on_gradient(Unit& unit, FlatParameter& flat, Member& member) {
@@ -191,11 +194,12 @@ void Engine::end_backward() {
     throw;
   }
   for (auto& unit : units_) {
-    if (unit->frame && unit->pins == 0 && full_scopes_ == 0) {
+    if (unit->frame && unit->pins == 0 && full_scopes_ == 0 && unit->reshard_after_backward) {
       resident_.reshard(*unit);
     }
   }
   resident_.release_gathers();
+  resident_.drop_near_slices();
   order_.end_step();
   current_ = nullptr;
   armed_ = false;
@@ -207,6 +211,7 @@ void Engine::reset() {
   current_ = nullptr;
   reducer_->abandon();
   order_.end_step();
+  resident_.drop_near_slices();
   if (full_scopes_ == 0) {
     resident_.abandon();
   }

@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -57,6 +58,22 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // --- called by the gradient hooks
   void on_gradient(Unit& unit, FlatParameter& flat, Member& member);
 
+  // --- called by the user, through ShardedModel
+  /// Indices of named units. @throws ValueError naming what is not a unit.
+  std::vector<int> find_units(std::string_view function, const std::vector<std::string>& names) const;
+  void unshard(const std::vector<int>& units);
+  void wait_unsharded(const std::vector<int>& units);
+  void reshard(const std::vector<int>& units);
+  void set_reshard_after_forward(const std::vector<int>& units, bool reshard);
+  void set_reshard_after_backward(const std::vector<int>& units, bool reshard);
+  void set_prefetch(int unit, Pass pass, std::vector<int> next);
+  void set_sync(const std::vector<int>& units, bool sync);
+  void enter_no_sync();
+  void leave_no_sync();
+  bool reduces(const Unit& unit) const {
+    return no_sync_scopes_ == 0 && unit.sync;
+  }
+
   // --- full-parameter scope
   void begin_full_parameters(const FullParametersOptions& options);
   void end_full_parameters(const FullParametersOptions& options);
@@ -64,6 +81,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
     return full_scopes_ > 0;
   }
 
+  void set_ignored(std::vector<std::pair<std::string, at::Tensor>> parameters) {
+    ignored_ = std::move(parameters);
+  }
   void reset();
   Residency residency() const;
   ShardStats stats() const;
@@ -75,8 +95,24 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const std::vector<std::unique_ptr<Unit>>& units() const {
     return units_;
   }
+  /// The ranks over which parameters are sharded, and all ranks.
   comm::Communicator& group() const {
-    return *group_;
+    return *options_.mesh.axis("shard");
+  }
+  comm::Communicator& world() const {
+    return *options_.mesh.world();
+  }
+  /// The ranks that hold the same shard; nullptr where there are no copies.
+  comm::Communicator* replicas() const {
+    return options_.mesh.has_axis("replicate") && options_.mesh.axis("replicate")->size() > 1
+               ? options_.mesh.axis("replicate").get()
+               : nullptr;
+  }
+  bool casts_inputs() const {
+    return options_.mixed_precision.param_dtype && options_.mixed_precision.cast_forward_inputs;
+  }
+  double divide_factor() const {
+    return options_.gradient_divide_factor.value_or(world().size());
   }
   int num_frames() const {
     return resident_.num_frames();
@@ -95,13 +131,17 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
  private:
   friend class GradientReducer;
+  friend class ShardedModel;
   friend class ResidentSet;
 
   Pass current_pass() const;
   void drop_failed_backward();
   void begin_backward_if_needed();
   void end_backward();
+  void open_full(FlatParameter& flat, bool only_help);
+  void close_full(FlatParameter& flat);
   void visit(Unit& unit);
+  void check_not_unfrozen(const Unit& unit) const;
   void prefetch();
   /// Whether a unit that is gathered now stays until the end of backward.
   bool keeps(const Unit& unit) const;
@@ -109,7 +149,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void event(std::string_view what, const Unit& unit);
 
   ShardOptions options_;
-  std::shared_ptr<comm::Communicator> group_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<GradientReducer> reducer_;
 
@@ -122,8 +161,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::weak_ptr<int> backward_; ///< Held by the queued end; gone when it ran or when backward failed.
   std::thread::id backward_thread_;
   int full_scopes_ = 0;
+  int no_sync_scopes_ = 0;
   bool warned_of_width_ = false;
   ShardStats stats_;
+  std::function<void(const std::string& name, at::Tensor& leaf)> optimizer_in_backward_;
+  std::vector<std::pair<std::string, at::Tensor>> ignored_;
   bool recording_ = false;
   Faults faults_;
   std::vector<std::string> events_;

@@ -19,17 +19,34 @@ void Engine::check_write(const FlatParameter& flat, const at::Tensor& written, c
             "then go to the shards), or, for an optimizer, build it on the ShardedModel's parameters()");
 }
 
+// Frozen parameters have no hooks, no gradient and no part in reductions: one that is unfrozen later would stay as it is.
+void Engine::check_not_unfrozen(const Unit& unit) const {
+  for (const auto& flat : unit.flats) {
+    if (flat->requires_grad) {
+      continue;
+    }
+    for (const auto& member : flat->members) {
+      TORCH_CHECK_VALUE(
+          !member.parameter.requires_grad() && !member.leaf.requires_grad(), "[fully_shard] '", member.name,
+          "' (unit '", unit.name,
+          "') was frozen when the model was sharded and requires a gradient now, which it would not get; set "
+          "requires_grad before fully_shard()");
+    }
+  }
+}
+
 void Engine::before_shard_write(FlatParameter& flat) {
   const std::lock_guard lock(mutex_);
-  if (OwnAccess::active() || options_.strategy == Strategy::kNoShard) {
+  Unit& unit = *flat.unit;
+  if (OwnAccess::active() || unit.in_place) {
     return;
   }
-  Unit& unit = *flat.unit;
   TORCH_CHECK_VALUE(
       full_scopes_ == 0, "[fully_shard] a shard of unit '", unit.name,
       "' was written to (by an optimizer step?) inside a full_parameters() scope, whose end would undo it; step after "
       "the scope");
   resident_.release_gathers();
+  resident_.drop_near_slice(unit);
   // The gathered copy is out of date now.
   if (unit.pins == 0 && unit.residence != Residence::kSharded) {
     resident_.reshard(unit);
@@ -46,12 +63,13 @@ std::string Engine::describe(const FlatParameter& flat, const at::Tensor& view) 
 
 // All ranks must start the same collectives in the same order. Here they compare notes before each.
 void Engine::check_same_order(std::string_view what, const Unit& unit) {
-  if (!options_.check_order || group_->size() == 1) {
+  auto& ranks = unit.whole ? world() : group();
+  if (!options_.check_order || ranks.size() == 1) {
     return;
   }
   const auto mine = std::string(what) + " of unit '" + unit.name + "'";
-  const auto all = group_->exchange(mine);
-  for (int rank = 1; rank < group_->size(); ++rank) {
+  const auto all = ranks.exchange(mine);
+  for (int rank = 1; rank < ranks.size(); ++rank) {
     if (all[rank] != all[0]) {
       EBB_THROW(
           IncompatibleStateError, "[fully_shard] ranks use units in different orders: rank 0 starts the ", all[0],

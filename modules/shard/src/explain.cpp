@@ -4,8 +4,22 @@
 #include <fmt/format.h>
 #include <torch/torch.h>
 
+#include <algorithm>
+
 namespace ebb::shard {
 namespace {
+
+std::string dtypes_text(const FlatParameter& flat) {
+  std::string text = c10::toString(flat.dtype);
+  if (flat.is_mixed()) {
+    text += fmt::format(" from {}", c10::toString(flat.master_dtype));
+  }
+  if (flat.requires_grad && (flat.reduce_dtype != flat.dtype || flat.grad_dtype != flat.dtype)) {
+    text +=
+        fmt::format(", reduced in {}, gradients {}", c10::toString(flat.reduce_dtype), c10::toString(flat.grad_dtype));
+  }
+  return text;
+}
 
 std::string bytes_text(std::int64_t bytes) {
   return bytes < 10'000       ? fmt::format("{} B", bytes)
@@ -22,15 +36,19 @@ std::string ShardedModel::explain() const {
   std::int64_t trainable = 0;
   std::int64_t shard_bytes = 0;
   std::int64_t largest = 0;
+  std::int64_t buffers = 0;
+  std::int64_t kept = 0;
   const Unit* largest_unit = nullptr;
   for (const auto& unit : engine.units()) {
     total += unit->bytes;
+    buffers = std::max(buffers, 2 * unit->reduce_bytes);
     if (unit->bytes > largest) {
       largest = unit->bytes;
       largest_unit = unit.get();
     }
     for (const auto& flat : unit->flats) {
       shard_bytes += flat->shard_bytes();
+      kept += !unit->whole && !unit->reshard_after_forward ? flat->padded_bytes() : 0;
       trainable += flat->requires_grad ? flat->shard_bytes() : 0;
     }
   }
@@ -47,15 +65,13 @@ std::string ShardedModel::explain() const {
         numel += member.numel;
       }
       shard += flat->shard_bytes();
-      dtypes += fmt::format(
-          "{}{}{}", dtypes.empty() ? "" : ", ", c10::toString(flat->dtype), flat->requires_grad ? "" : " (frozen)");
+      dtypes +=
+          fmt::format("{}{}{}", dtypes.empty() ? "" : ", ", dtypes_text(*flat), flat->requires_grad ? "" : " (frozen)");
     }
     text += fmt::format(
         "  {:<28} {:>12} {:>12} {:>12}  {}\n", unit->name, numel, bytes_text(unit->bytes), bytes_text(shard), dtypes);
   }
   const auto frames = options.strategy == Strategy::kNoShard ? 0 : engine.num_frames() * engine.frame_bytes();
-  const auto kept = options.strategy == Strategy::kShardGradOp ? total : 0;
-  const auto buffers = 2 * largest;
   text += fmt::format(
       "  frames: {} ({} + {} prefetch) of {}\n", options.strategy == Strategy::kNoShard ? 0 : engine.num_frames(),
       options.frames, options.prefetch, bytes_text(engine.frame_bytes()));

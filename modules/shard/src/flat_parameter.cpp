@@ -47,18 +47,27 @@ void FlatParameter::lay_out(int rank, int world_size) {
   }
 }
 
+void FlatParameter::make_shard() {
+  shard = at::zeros({shard_numel}, at::TensorOptions().dtype(master_dtype).device(device));
+}
+
+void FlatParameter::fill(const Member& member, const at::Tensor& values, int rank) {
+  const at::NoGradGuard no_grad;
+  const auto length = member.slice_end - member.slice_begin;
+  if (length > 0) {
+    shard.narrow(0, member.offset + member.slice_begin - rank * shard_numel, length)
+        .copy_(values.reshape({-1}).narrow(0, member.slice_begin, length));
+  }
+}
+
 void FlatParameter::take_over(int rank, bool in_place) {
   const at::NoGradGuard no_grad;
   const OwnAccess own;
-  const auto options = at::TensorOptions().dtype(dtype).device(device);
   const auto begin = rank * shard_numel;
-
-  // A shard is filled member by member, so that no copy of the whole unit is ever made.
-  shard = at::zeros({shard_numel}, options);
-  for (auto& member : members) {
-    if (member.slice_begin < member.slice_end) {
-      shard.narrow(0, member.offset + member.slice_begin - begin, member.slice_end - member.slice_begin)
-          .copy_(member.parameter.reshape({-1}).narrow(0, member.slice_begin, member.slice_end - member.slice_begin));
+  if (!shard.defined()) { // member by member, so that no copy of the whole unit is ever made
+    make_shard();
+    for (auto& member : members) {
+      fill(member, member.parameter, rank);
     }
   }
 
@@ -73,14 +82,21 @@ void FlatParameter::take_over(int rank, bool in_place) {
   for (auto& member : members) {
     const auto length = member.slice_end - member.slice_begin;
     const auto offset = length > 0 ? member.offset + member.slice_begin - begin : 0;
-    member.leaf = tensor_on(c10::Storage(shard_storage), /*paged=*/true, dtype, offset, {length})
+    member.leaf = tensor_on(c10::Storage(shard_storage), /*paged=*/true, master_dtype, offset, {length})
                       .set_requires_grad(requires_grad);
-    // Keeps the handle, its autograd identity and every alias of the handle; drops the unsharded bytes.
-    member.parameter.set_data(tensor_on(c10::Storage(storage), /*paged=*/true, dtype, member.offset, member.sizes));
     member.parameter.mutable_grad() = at::Tensor();
     if (requires_grad) {
       member.sentinel = make_sentinel(member, *this);
     }
+  }
+  point_parameters_at(storage, dtype);
+}
+
+void FlatParameter::point_parameters_at(const c10::intrusive_ptr<PagedStorage>& other, c10::ScalarType as) {
+  const OwnAccess own;
+  for (auto& member : members) {
+    // Keeps the handle, its autograd identity and every alias of the handle; drops the bytes it had.
+    member.parameter.set_data(tensor_on(c10::Storage(other), /*paged=*/true, as, member.offset, member.sizes));
   }
 }
 

@@ -32,6 +32,7 @@ struct Member {
   at::Tensor pending; ///< Complete on this rank, not yet copied into the unit's reduce buffer.
   bool filled = false; ///< Copied into the reduce buffer.
   bool used = false; ///< Received a gradient in this backward.
+  bool unsynced = false; ///< Received one in a backward before that was not reduced.
   at::Tensor sentinel; ///< Stands in the model's grad between steps; see Note [Sentinel gradients].
 };
 
@@ -44,36 +45,58 @@ inline constexpr std::int64_t kAlignment = 16;
 /// The parameters of one unit that share a dtype and requires_grad: gathered into one buffer, reduced as one.
 struct FlatParameter {
   Unit* unit = nullptr;
-  c10::ScalarType dtype = c10::ScalarType::Float;
+  c10::ScalarType dtype = c10::ScalarType::Float; ///< As operators see it and as it is gathered.
+  c10::ScalarType master_dtype = c10::ScalarType::Float; ///< Of the shards.
+  c10::ScalarType reduce_dtype = c10::ScalarType::Float;
+  c10::ScalarType grad_dtype = c10::ScalarType::Float; ///< Of gradients on the shards.
   c10::Device device = c10::kCPU;
   bool requires_grad = true;
   std::vector<Member> members;
   std::int64_t padded_numel = 0;
   std::int64_t shard_numel = 0;
   std::int64_t frame_offset = 0; ///< Bytes from the start of the unit's frame.
+  std::int64_t reduce_offset = 0; ///< Bytes from the start of the unit's reduce buffer.
 
   std::shared_ptr<PageOwner> owner;
   c10::intrusive_ptr<PagedStorage> storage; ///< Under the model's parameters.
   at::Tensor flat; ///< All of `storage`, without the key and with a version counter of its own.
   at::Tensor shard; ///< [shard_numel], without the key; the leaves are on the same bytes. With kNoShard the whole.
   at::Tensor flat_grad; ///< [shard_numel]; the members' grads are views of it. Undefined until the first backward.
+  at::Tensor unsynced; ///< [padded_numel] in reduce_dtype: gradients of backwards that were not reduced.
+  /// Inside a full-parameter scope. [padded_numel] in master_dtype: the values of a mixed-precision model; of a unit that
+  /// is in place, those to go back to.
+  at::Tensor full;
+  at::Tensor near_slice; ///< Between forward and backward, with an integer reshard_after_forward: 1/n of the whole.
 
+  bool is_mixed() const {
+    return dtype != master_dtype;
+  }
   std::int64_t element_size() const {
     return static_cast<std::int64_t>(c10::elementSize(dtype));
   }
   std::int64_t padded_bytes() const {
     return padded_numel * element_size();
   }
+  std::int64_t reduce_bytes() const {
+    return padded_numel * static_cast<std::int64_t>(c10::elementSize(reduce_dtype));
+  }
   std::int64_t shard_bytes() const {
-    return shard_numel * element_size();
+    return shard_numel * static_cast<std::int64_t>(c10::elementSize(master_dtype));
   }
 
   /// Offsets and slices for `rank` of `world_size`; from the members' numel.
   void lay_out(int rank, int world_size);
 
-  /// Shards the members' present values: fills the shard, puts the paged storage under the model's parameters, makes the
-  /// leaves. `in_place`: the shard is the whole and the model's parameters stay on it (kNoShard).
+  /// Allocates the shard, as zeros.
+  void make_shard();
+  /// Copies this rank's part of `values`, all of the member, into the shard.
+  void fill(const Member& member, const at::Tensor& values, int rank);
+  /// Puts the paged storage under the model's parameters, whose bytes go, and makes the leaves. `in_place`: the shard is
+  /// the whole and the model's parameters are on it (kNoShard).
   void take_over(int rank, bool in_place);
+
+  /// Puts the model's parameters on `storage`, at the members' offsets, in `as`.
+  void point_parameters_at(const c10::intrusive_ptr<PagedStorage>& other, c10::ScalarType as);
 
   /// The member at element `offset` of the flat parameter, or nullptr (padding).
   const Member* member_at(std::int64_t offset) const;

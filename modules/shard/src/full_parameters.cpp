@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace ebb::shard {
@@ -40,23 +41,51 @@ void Engine::begin_full_parameters(const FullParametersOptions& options) {
       torch::autograd::get_current_graph_task_id() == -1,
       "[full_parameters] called inside a backward (a hook or a custom Function); open the scope before or after it");
   drop_failed_backward();
-  if (options_.strategy == Strategy::kNoShard) {
-    ++full_scopes_;
-    return;
-  }
+  const at::NoGradGuard no_grad;
   current_ = nullptr;
   for (auto& unit : units_) {
+    if (unit->in_place) {
+      for (auto& flat : unit->flats) {
+        flat->full = options.writeback ? at::Tensor() : flat->shard.clone(); // what it goes back to
+      }
+      continue;
+    }
     if (unit->frame) {
       resident_.reshard(*unit);
     }
+    const bool mixed = std::any_of(unit->flats.begin(), unit->flats.end(), [](auto& flat) { return flat->is_mixed(); });
+    if (mixed) { // in full precision, so that nothing is lost when it is written back
+      for (auto& flat : unit->flats) {
+        open_full(*flat, options.rank0_only && world().rank() != 0);
+      }
+      continue;
+    }
     resident_.gather_kept(*unit);
     resident_.finish_gather(*unit);
-    if (options.rank0_only && group_->rank() != 0) {
+    if (options.rank0_only && world().rank() != 0) {
       resident_.reshard(*unit);
     }
   }
   resident_.release_gathers();
   ++full_scopes_; // last: after a lost rank there is no scope
+}
+
+void Engine::open_full(FlatParameter& flat, bool only_help) {
+  auto memory = resident_.gather_full(flat);
+  if (only_help) {
+    resident_.give_back_full(flat);
+    return;
+  }
+  flat.full = memory;
+  const auto storage = c10::make_intrusive<PagedStorage>(flat.owner, PageKind::kFull, memory.nbytes(), flat.device);
+  storage->fill(memory.view(at::kByte), 0);
+  flat.point_parameters_at(storage, flat.master_dtype);
+}
+
+void Engine::close_full(FlatParameter& flat) {
+  flat.point_parameters_at(flat.storage, flat.dtype);
+  flat.full = at::Tensor();
+  resident_.give_back_full(flat);
 }
 
 void Engine::end_full_parameters(const FullParametersOptions& options) {
@@ -65,21 +94,29 @@ void Engine::end_full_parameters(const FullParametersOptions& options) {
     return;
   }
   --full_scopes_;
-  if (options_.strategy == Strategy::kNoShard) {
-    return;
-  }
   const at::NoGradGuard no_grad;
   const OwnAccess own;
   for (auto& unit : units_) {
-    if (!unit->frame) {
+    if (unit->in_place) {
+      for (auto& flat : unit->flats) {
+        if (flat->full.defined()) {
+          flat->shard.copy_(std::exchange(flat->full, at::Tensor()));
+        }
+      }
       continue;
     }
-    if (options.writeback) {
-      for (auto& flat : unit->flats) {
-        flat->shard.copy_(flat->flat.narrow(0, group_->rank() * flat->shard_numel, flat->shard_numel));
+    for (auto& flat : unit->flats) {
+      const auto& whole = flat->full.defined() ? flat->full : flat->flat;
+      if (options.writeback && (unit->frame || flat->full.defined())) {
+        flat->shard.copy_(whole.narrow(0, unit->group->rank() * flat->shard_numel, flat->shard_numel));
+      }
+      if (flat->full.defined()) {
+        close_full(*flat);
       }
     }
-    resident_.reshard(*unit);
+    if (unit->frame) {
+      resident_.reshard(*unit);
+    }
   }
   current_ = nullptr;
 }

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <sstream>
 
 namespace ebb::shard {
@@ -25,12 +26,15 @@ void GradientReducer::finish() {
       reduce(*engine_.units()[order_[next_]]);
     }
     collect_all();
-    const auto votes = vote(again_);
-    show_gradients(votes);
-    more = votes[num_members_].item<float>() > 0;
-    const bool reorder = votes[num_members_ + 1].item<float>() > 0;
-    if (reorder) {
-      agree_on_order();
+    if (any_reduces()) {
+      const auto votes = vote(again_);
+      show_gradients(votes);
+      more = votes[num_members_].item<float>() > 0;
+      if (votes[num_members_ + 1].item<float>() > 0) {
+        agree_on_order();
+      }
+    } else {
+      more = again_;
     }
     if (more) { // late parts of gradients: one more round over all units
       next_ = 0;
@@ -43,6 +47,11 @@ void GradientReducer::finish() {
   clear_round();
 }
 
+bool GradientReducer::any_reduces() const {
+  return std::any_of(
+      order_.begin(), order_.end(), [this](int index) { return engine_.reduces(*engine_.units()[index]); });
+}
+
 // Which members got a gradient on any rank; then, whether any rank needs another round, and whether rank 0 saw the units
 // ready in another order than the agreed one.
 at::Tensor GradientReducer::vote(bool again) {
@@ -53,18 +62,18 @@ at::Tensor GradientReducer::vote(bool again) {
     for (const auto& flat : unit->flats) {
       if (flat->requires_grad) {
         for (const auto& member : flat->members) {
-          vote[i++] = member.used;
+          vote[i++] = engine_.reduces(*unit) && (member.used || member.unsynced);
         }
       }
     }
   }
   vote[num_members_] = again;
   const bool whole = ready_order_.size() == order_.size();
-  vote[num_members_ + 1] = engine_.group().rank() == 0 && whole && ready_order_ != order_;
-  if (engine_.group().size() > 1) {
+  vote[num_members_ + 1] = engine_.world().rank() == 0 && whole && ready_order_ != order_;
+  if (engine_.world().size() > 1) {
     const auto device = engine_.units().front()->flats.front()->device;
     auto on_device = votes.to(device);
-    engine_.group().all_reduce(on_device, comm::ReduceOp::kMax, 1, "(which gradients exist)")->wait();
+    engine_.world().all_reduce(on_device, comm::ReduceOp::kMax, 1, "(which gradients exist)")->wait();
     votes = on_device.cpu();
   }
   return votes;
@@ -80,14 +89,21 @@ void GradientReducer::show_gradients(const at::Tensor& votes) {
       }
       for (auto& member : flat->members) {
         const bool used_somewhere = vote[i++] > 0;
-        if (used_somewhere && !member.leaf.grad().defined()) {
-          // On the same memory but not an autograd view: Optimizer::zero_grad() detaches grads in place.
-          member.leaf.mutable_grad() = tensor_on(
-              flat->flat_grad.storage(), /*paged=*/false, flat->dtype, member.leaf.storage_offset(),
-              {member.leaf.numel()});
+        member.unsynced = member.unsynced && !engine_.reduces(*unit);
+        if (used_somewhere && !engine_.optimizer_in_backward_) {
+          show_gradient(*flat, member);
         }
       }
     }
+  }
+}
+
+void GradientReducer::show_gradient(FlatParameter& flat, Member& member) {
+  if (!member.leaf.grad().defined()) {
+    // On the same memory but not an autograd view: Optimizer::zero_grad() detaches grads in place.
+    member.leaf.mutable_grad() = tensor_on(
+        flat.flat_grad.storage(), /*paged=*/false, flat.grad_dtype, member.leaf.storage_offset(),
+        {member.leaf.numel()});
   }
 }
 
@@ -96,7 +112,7 @@ void GradientReducer::agree_on_order() {
   for (const int index : ready_order_) {
     mine << index << ' ';
   }
-  std::istringstream rank0(engine_.group().size() > 1 ? engine_.group().exchange(mine.str()).front() : mine.str());
+  std::istringstream rank0(engine_.world().size() > 1 ? engine_.world().exchange(mine.str()).front() : mine.str());
   order_.clear();
   for (int index = 0; rank0 >> index;) {
     order_.push_back(index);
@@ -131,8 +147,10 @@ void GradientReducer::abandon() {
   num_buffers_ = static_cast<std::int64_t>(free_buffers_.size());
   for (const auto& unit : engine_.units()) {
     for (auto& flat : unit->flats) {
-      if (flat->requires_grad) {
-        for (auto& member : flat->members) {
+      flat->unsynced = at::Tensor();
+      for (auto& member : flat->members) {
+        member.unsynced = false;
+        if (flat->requires_grad) {
           member.parameter.mutable_grad() = at::Tensor();
         }
       }

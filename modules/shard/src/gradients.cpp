@@ -14,16 +14,6 @@ namespace {
 // One reduction is filled while another is under way.
 constexpr std::int64_t kMaxBuffers = 2;
 
-std::int64_t trainable_bytes(const Unit& unit) {
-  std::int64_t bytes = 0;
-  for (const auto& flat : unit.flats) {
-    if (flat->requires_grad) {
-      bytes = flat->frame_offset + flat->padded_bytes();
-    }
-  }
-  return bytes;
-}
-
 } // namespace
 
 GradientReducer::GradientReducer(Engine& engine) : engine_(engine) {
@@ -38,7 +28,7 @@ GradientReducer::GradientReducer(Engine& engine) : engine_(engine) {
       continue;
     }
     num_members_ += unit->num_trainable;
-    buffer_bytes_ = std::max(buffer_bytes_, trainable_bytes(*unit));
+    buffer_bytes_ = std::max(buffer_bytes_, unit->reduce_bytes);
     if (unit->name == "(root)") {
       root = unit->index; // its embedding gets its gradient last, though its head is used last
     } else {
@@ -54,15 +44,13 @@ GradientReducer::GradientReducer(Engine& engine) : engine_(engine) {
 GradientReducer::~GradientReducer() = default;
 
 at::Tensor GradientReducer::slot(const Unit& unit, const FlatParameter& flat) const {
-  return unit_buffers_[unit.index].narrow(0, flat.frame_offset, flat.padded_bytes()).view(flat.dtype);
+  return unit_buffers_[unit.index].narrow(0, flat.reduce_offset, flat.reduce_bytes()).view(flat.reduce_dtype);
 }
 
 at::Tensor GradientReducer::take_buffer() {
   if (free_buffers_.empty() && num_buffers_ >= kMaxBuffers) {
-    if (releasing_.empty() && !in_flight_.empty()) {
-      collect(in_flight_.front());
-      releasing_.push_back(std::move(in_flight_.front()));
-      in_flight_.pop_front();
+    while (releasing_.empty() && !in_flight_.empty()) {
+      move_on();
     }
     if (!releasing_.empty()) {
       for (auto& work : releasing_.front().works) {
@@ -162,22 +150,63 @@ void GradientReducer::start_ready() {
   }
 }
 
+// Padding, and what got no gradient here, take part as zeros.
+void GradientReducer::clear_gaps(FlatParameter& flat, const at::Tensor& input) {
+  std::int64_t clean_to = 0;
+  for (auto& member : flat.members) {
+    input.narrow(0, clean_to, member.offset - clean_to).zero_();
+    if (!member.filled) {
+      input.narrow(0, member.offset, member.numel).zero_();
+    }
+    clean_to = member.offset + member.numel;
+    member.filled = false;
+  }
+  input.narrow(0, clean_to, flat.padded_numel - clean_to).zero_();
+}
+
 void GradientReducer::reduce(Unit& unit) {
   const at::NoGradGuard no_grad;
   const OwnAccess own;
-  auto& group = engine_.group();
-  const auto divisor = static_cast<double>(group.size());
-  const bool sharded = engine_.options().strategy != Strategy::kNoShard;
   fill(unit);
+  unit.reduced = true;
+  if (engine_.reduces(unit)) {
+    start(unit);
+  } else {
+    keep_local(unit);
+  }
+  if (!unit.reshard_after_forward && unit.reshard_after_backward && unit.frame && unit.pins == 0 &&
+      !engine_.in_full_parameters()) {
+    engine_.resident_.reshard(unit);
+  }
+}
+
+// Gradient accumulation without communication.
+void GradientReducer::keep_local(Unit& unit) {
+  engine_.event("accumulate", unit);
+  for (auto& flat : unit.flats) {
+    if (!flat->requires_grad) {
+      continue;
+    }
+    auto input = slot(unit, *flat);
+    clear_gaps(*flat, input);
+    if (flat->unsynced.defined()) {
+      flat->unsynced.add_(input);
+    } else {
+      flat->unsynced = input.clone();
+    }
+    for (auto& member : flat->members) {
+      member.unsynced = member.unsynced || member.used;
+    }
+  }
+  free_buffers_.push_back(std::exchange(unit_buffers_[unit.index], at::Tensor()));
+}
+
+void GradientReducer::start(Unit& unit) {
   engine_.check_same_order("reduce", unit);
   engine_.event("reduce", unit);
-  log::debug("reduce unit '{}' {} bytes", unit.name, trainable_bytes(unit));
+  log::debug("reduce unit '{}' {} bytes", unit.name, unit.reduce_bytes);
   ++engine_.stats_.reduces;
-  while (!in_flight_.empty()) {
-    collect(in_flight_.front());
-    releasing_.push_back(std::move(in_flight_.front()));
-    in_flight_.pop_front();
-  }
+  move_on();
 
   InFlight reduction;
   reduction.unit = &unit;
@@ -186,53 +215,74 @@ void GradientReducer::reduce(Unit& unit) {
       continue;
     }
     auto input = slot(unit, *flat);
-    // Padding and what got no gradient here take part as zeros.
-    std::int64_t clean_to = 0;
-    bool accumulates = false;
-    for (auto& member : flat->members) {
-      input.narrow(0, clean_to, member.offset - clean_to).zero_();
-      if (!member.filled) {
-        input.narrow(0, member.offset, member.numel).zero_();
-      }
-      clean_to = member.offset + member.numel;
-      member.filled = false;
-      accumulates = accumulates || member.leaf.grad().defined();
+    clear_gaps(*flat, input);
+    if (flat->unsynced.defined()) {
+      input.add_(std::exchange(flat->unsynced, at::Tensor()));
     }
-    input.narrow(0, clean_to, flat->padded_numel - clean_to).zero_();
-
+    const bool accumulates = std::any_of(
+        flat->members.begin(), flat->members.end(), [](const Member& member) { return member.leaf.grad().defined(); });
     const bool shared = flat->flat_grad.defined() && flat->flat_grad.storage().use_count() > 1 && !accumulates;
     if (!flat->flat_grad.defined() || shared) { // a user kept the last step's gradients: they stay theirs
-      flat->flat_grad = accumulates ? at::zeros({flat->shard_numel}, flat->shard.options())
-                                    : at::empty({flat->shard_numel}, flat->shard.options());
+      const auto options = flat->shard.options().dtype(flat->grad_dtype);
+      flat->flat_grad = accumulates ? at::zeros({flat->shard_numel}, options) : at::empty({flat->shard_numel}, options);
     }
-    auto output = accumulates ? at::empty_like(flat->flat_grad) : flat->flat_grad;
     if (engine_.faults_.scaled_gradient == unit.index) {
       input.mul_(1.01);
     }
+    at::Tensor output = input;
+    if (!unit.whole) {
+      output = accumulates || flat->grad_dtype != flat->reduce_dtype
+                   ? at::empty({flat->shard_numel}, flat->shard.options().dtype(flat->reduce_dtype))
+                   : flat->flat_grad;
+    }
     if (engine_.faults_.skipped_reduce == unit.index) {
-      const auto own = sharded ? input.narrow(0, group.rank() * flat->shard_numel, flat->shard_numel) : input;
-      output.copy_(own);
-      input.copy_(output.repeat({input.numel() / output.numel()}));
+      if (!unit.whole) {
+        output.copy_(input.narrow(0, unit.group->rank() * flat->shard_numel, flat->shard_numel));
+      }
       reduction.works.push_back(nullptr);
-    } else if (sharded) {
-      reduction.works.push_back(group.reduce_scatter(output, input, divisor, unit.name));
     } else {
-      reduction.works.push_back(group.all_reduce(input, comm::ReduceOp::kSum, divisor, unit.name));
+      auto& ranks = unit.whole ? engine_.world() : *unit.group;
+      const GradientReduction request{
+          unit.name, input, output, ranks, unit.whole ? engine_.divide_factor() : inner_divisor(*flat), unit.whole};
+      const auto& hook = engine_.options().comm_hook;
+      reduction.works.push_back(hook ? hook(request) : reduce_as_is(request));
     }
     reduction.outputs.push_back(std::move(output));
   }
-  reduction.buffer = std::move(unit_buffers_[unit.index]);
-  unit_buffers_[unit.index] = at::Tensor();
+  reduction.buffer = std::exchange(unit_buffers_[unit.index], at::Tensor());
   in_flight_.push_back(std::move(reduction));
-  unit.reduced = true;
-  if (engine_.options().strategy == Strategy::kShardGradOp && unit.frame && unit.pins == 0 &&
-      !engine_.in_full_parameters()) {
-    engine_.resident_.reshard(unit);
-  }
 }
 
-void GradientReducer::collect(InFlight& reduction) {
-  const at::NoGradGuard no_grad;
+// With copies of shards a sum passes through the reduction's dtype between the two collectives. There it is kept small
+// for half types, which end at 65504, and exact, divided once at the end, for others.
+double GradientReducer::inner_divisor(const FlatParameter& flat) const {
+  if (!engine_.replicas()) {
+    return engine_.divide_factor();
+  }
+  return c10::elementSize(flat.reduce_dtype) < 4 ? engine_.group().size() : 1.0;
+}
+
+// Lets what is under way go one stage further: from the reduce-scatter to the all-reduce between copies, from the last
+// stage to the shards.
+void GradientReducer::move_on() {
+  std::deque<InFlight> still;
+  while (!in_flight_.empty()) {
+    auto reduction = std::move(in_flight_.front());
+    in_flight_.pop_front();
+    if (start_replica_stage(reduction)) {
+      still.push_back(std::move(reduction));
+    } else {
+      collect(reduction);
+      releasing_.push_back(std::move(reduction));
+    }
+  }
+  in_flight_ = std::move(still);
+}
+
+bool GradientReducer::start_replica_stage(InFlight& reduction) {
+  if (!engine_.replicas() || reduction.unit->whole || !reduction.replica_works.empty()) {
+    return false;
+  }
   std::size_t i = 0;
   for (auto& flat : reduction.unit->flats) {
     if (!flat->requires_grad) {
@@ -241,11 +291,32 @@ void GradientReducer::collect(InFlight& reduction) {
     if (reduction.works[i]) {
       reduction.works[i]->wait();
     }
-    auto output = std::exchange(reduction.outputs[i], at::Tensor());
-    if (engine_.options().strategy == Strategy::kNoShard) {
-      output.copy_(reduction.buffer.narrow(0, flat->frame_offset, flat->padded_bytes()).view(flat->dtype));
-    }
+    reduction.replica_works.push_back(engine_.replicas()->all_reduce(
+        reduction.outputs[i], comm::ReduceOp::kSum, engine_.divide_factor() / inner_divisor(*flat),
+        reduction.unit->name));
     ++i;
+  }
+  ++engine_.stats_.all_reduces;
+  engine_.event("all_reduce", *reduction.unit);
+  return true;
+}
+
+void GradientReducer::collect(InFlight& reduction) {
+  const at::NoGradGuard no_grad;
+  const auto& works = reduction.replica_works.empty() ? reduction.works : reduction.replica_works;
+  std::size_t i = 0;
+  for (auto& flat : reduction.unit->flats) {
+    if (!flat->requires_grad) {
+      continue;
+    }
+    if (works[i]) {
+      works[i]->wait();
+    }
+    auto output = std::exchange(reduction.outputs[i], at::Tensor());
+    ++i;
+    if (engine_.options().gradient_hook) {
+      engine_.options().gradient_hook(reduction.unit->name, output);
+    }
     if (output.is_same(flat->flat_grad)) {
       continue;
     }
@@ -258,12 +329,27 @@ void GradientReducer::collect(InFlight& reduction) {
       }
     }
   }
+  step_in_backward(*reduction.unit);
+}
+
+void GradientReducer::step_in_backward(Unit& unit) {
+  if (!engine_.optimizer_in_backward_) {
+    return;
+  }
+  for (auto& flat : unit.flats) {
+    if (!flat->requires_grad) {
+      continue;
+    }
+    for (auto& member : flat->members) {
+      show_gradient(*flat, member);
+      engine_.optimizer_in_backward_(member.name, member.leaf);
+    }
+  }
 }
 
 void GradientReducer::collect_all() {
-  for (; !in_flight_.empty(); in_flight_.pop_front()) {
-    collect(in_flight_.front());
-    releasing_.push_back(std::move(in_flight_.front()));
+  while (!in_flight_.empty()) {
+    move_on();
   }
   for (; !releasing_.empty(); releasing_.pop_front()) {
     for (auto& work : releasing_.front().works) {

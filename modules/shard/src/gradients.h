@@ -47,8 +47,9 @@ class GradientReducer {
   struct InFlight {
     Unit* unit = nullptr;
     at::Tensor buffer;
-    std::vector<std::unique_ptr<comm::Work>> works;
-    std::vector<at::Tensor> outputs; ///< One per trainable flat; flat_grad itself unless accumulating.
+    std::vector<std::unique_ptr<comm::Work>> works; ///< One per trainable flat, as below.
+    std::vector<std::unique_ptr<comm::Work>> replica_works; ///< The second stage, where shards have copies.
+    std::vector<at::Tensor> outputs; ///< flat_grad itself where nothing is added or converted.
   };
 
   bool complete(const Unit& unit) const {
@@ -59,8 +60,17 @@ class GradientReducer {
   void fill(Unit& unit);
   void start_ready();
   void reduce(Unit& unit);
+  void clear_gaps(FlatParameter& flat, const at::Tensor& input);
+  void keep_local(Unit& unit);
+  void start(Unit& unit);
+  double inner_divisor(const FlatParameter& flat) const;
+  void move_on();
+  bool start_replica_stage(InFlight& reduction);
   void collect(InFlight& reduction);
   void collect_all();
+  bool any_reduces() const;
+  void show_gradient(FlatParameter& flat, Member& member);
+  void step_in_backward(Unit& unit);
   at::Tensor vote(bool again);
   void show_gradients(const at::Tensor& votes);
   void agree_on_order();

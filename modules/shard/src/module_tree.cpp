@@ -25,7 +25,8 @@ int add(ModuleTree& tree, torch::nn::Module& module, const std::string& name, in
     node.parameters.emplace_back(joined(name, parameter.key()), parameter.value());
   }
   for (const auto& buffer : module.named_buffers(/*recurse=*/false)) {
-    tree.buffers.emplace_back(joined(name, buffer.key()), buffer.value());
+    node.buffers.emplace_back(joined(name, buffer.key()), buffer.value());
+    tree.buffers.push_back(node.buffers.back());
   }
   for (const auto& child : module.named_children()) {
     node.children.push_back(add(tree, *child.value(), joined(name, child.key()), depth + 1));
@@ -43,7 +44,8 @@ int add(ModuleTree& tree, torch::jit::Module module, const std::string& name, in
     node.parameters.emplace_back(joined(name, parameter.name), parameter.value);
   }
   for (const auto& buffer : module.named_buffers(/*recurse=*/false)) {
-    tree.buffers.emplace_back(joined(name, buffer.name), buffer.value);
+    node.buffers.emplace_back(joined(name, buffer.name), buffer.value);
+    tree.buffers.push_back(node.buffers.back());
   }
   for (const auto& child : module.named_children()) {
     node.children.push_back(add(tree, child.value, joined(name, child.name), depth + 1));
@@ -112,13 +114,49 @@ ModuleTree ModuleTree::of(torch::jit::Module& model) {
   return tree;
 }
 
-std::vector<UnitPlan> plan_units(const ModuleTree& tree, const WrapPolicy& policy) {
+std::vector<std::pair<std::string, at::Tensor>> ignored_parameters(
+    const ModuleTree& tree, const WrapPolicy& modules, const std::vector<std::string>& names) {
+  std::vector<std::pair<std::string, at::Tensor>> found;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  std::unordered_set<std::string> unknown(names.begin(), names.end());
+  const auto add = [&](const std::string& name, const at::Tensor& tensor) {
+    if (seen.insert(tensor.unsafeGetTensorImpl()).second) {
+      found.emplace_back(name, tensor);
+    }
+  };
+  const std::function<void(int, bool)> visit = [&](int index, bool ignored) {
+    const auto& node = tree.nodes[index];
+    ignored = ignored || (modules && modules({node.name, node.class_name, 0, 0, node.depth, node.module}));
+    for (const auto& [name, tensor] : node.parameters) {
+      if (unknown.erase(name) > 0 || ignored) {
+        add(name, tensor);
+      }
+    }
+    for (const int child : node.children) {
+      visit(child, ignored);
+    }
+  };
+  visit(static_cast<int>(tree.nodes.size()) - 1, false);
+  TORCH_CHECK_VALUE(
+      unknown.empty(), "[fully_shard] ignored_parameters: expected names of the model's parameters, got '",
+      unknown.empty() ? std::string() : *unknown.begin(), "'; see model.named_parameters()");
+  return found;
+}
+
+std::vector<UnitPlan> plan_units(
+    const ModuleTree& tree, const WrapPolicy& policy, const WrapPolicy& keep_full,
+    const std::vector<std::pair<std::string, at::Tensor>>& ignored) {
   // Distinct tensors in module order, each with every name it is registered under.
   std::unordered_map<const c10::TensorImpl*, std::vector<std::string>> names;
   std::unordered_map<const c10::StorageImpl*, int> holders;
   std::vector<Extent> extents;
+  std::unordered_set<const c10::TensorImpl*> full;
   for (const auto& node : tree.nodes) {
+    const bool keeps = keep_full && keep_full({node.name, node.class_name, 0, 0, node.depth, node.module});
     for (const auto& [name, tensor] : node.parameters) {
+      if (keeps) {
+        full.insert(tensor.unsafeGetTensorImpl());
+      }
       auto& all = names[tensor.unsafeGetTensorImpl()];
       all.push_back(name);
       if (all.size() > 1) {
@@ -138,7 +176,10 @@ std::vector<UnitPlan> plan_units(const ModuleTree& tree, const WrapPolicy& polic
   }
   check_overlaps(std::move(extents));
 
-  std::unordered_set<const c10::TensorImpl*> taken;
+  std::unordered_set<const c10::TensorImpl*> taken; // by a unit, or by nobody
+  for (const auto& [name, tensor] : ignored) {
+    taken.insert(tensor.unsafeGetTensorImpl());
+  }
   std::vector<std::int64_t> numel(tree.nodes.size());
   std::vector<UnitPlan> units;
   for (std::size_t i = 0; i < tree.nodes.size(); ++i) {
@@ -155,7 +196,8 @@ std::vector<UnitPlan> plan_units(const ModuleTree& tree, const WrapPolicy& polic
         }
         all_numel += tensor.numel();
         if (!taken.count(tensor.unsafeGetTensorImpl())) {
-          untaken.push_back({names.at(tensor.unsafeGetTensorImpl()), tensor});
+          untaken.push_back(
+              {names.at(tensor.unsafeGetTensorImpl()), tensor, full.contains(tensor.unsafeGetTensorImpl())});
           untaken_numel += tensor.numel();
         }
       }
@@ -174,7 +216,7 @@ std::vector<UnitPlan> plan_units(const ModuleTree& tree, const WrapPolicy& polic
       taken.insert(parameter.tensor.unsafeGetTensorImpl());
       check_aliases(parameter, holders);
     }
-    units.push_back({root ? "(root)" : node.name, std::move(untaken)});
+    units.push_back({root ? "(root)" : node.name, info, std::move(untaken)});
   }
   return units;
 }

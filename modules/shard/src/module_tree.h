@@ -23,6 +23,7 @@ struct ModuleTree {
     int depth = 0;
     const torch::nn::Module* module = nullptr; ///< nullptr for TorchScript.
     std::vector<std::pair<std::string, at::Tensor>> parameters; ///< Own ones; fully qualified names.
+    std::vector<std::pair<std::string, at::Tensor>> buffers; ///< Own ones.
     std::vector<int> children; ///< Indices into nodes; smaller than this node's.
   };
   std::vector<Node> nodes; ///< The root is last.
@@ -38,13 +39,23 @@ struct UnitPlan {
   struct Parameter {
     std::vector<std::string> names;
     at::Tensor tensor;
+    bool keep_full = false; ///< Some module that registers it keeps full precision.
   };
   std::string name;
+  ModuleInfo info;
   std::vector<Parameter> parameters;
 };
 
+/// The parameters of modules that `modules` accepts, with those below them, and the parameters named.
+/// @throws ValueError for a name that is no parameter's.
+std::vector<std::pair<std::string, at::Tensor>> ignored_parameters(
+    const ModuleTree& tree, const WrapPolicy& modules, const std::vector<std::string>& names);
+
 /// Applies `policy` to the tree. Units are in module order, the root's last.
 /// @throws ValueError for parameters that cannot be sharded; names them.
-std::vector<UnitPlan> plan_units(const ModuleTree& tree, const WrapPolicy& policy);
+/// `keep_full` marks the parameters of modules that it accepts.
+std::vector<UnitPlan> plan_units(
+    const ModuleTree& tree, const WrapPolicy& policy, const WrapPolicy& keep_full = {},
+    const std::vector<std::pair<std::string, at::Tensor>>& ignored = {});
 
 } // namespace ebb::shard

@@ -22,6 +22,7 @@ struct FlatParameter;
 enum class PageKind {
   kUnsharded, ///< The parameters the model sees; has bytes only while its unit is resident.
   kShard, ///< This rank's shard; always has bytes. Known to the fallback because writes make gathered copies stale.
+  kFull, ///< In full precision, under the parameters of a mixed-precision model inside a full-parameter scope.
 };
 
 /// Shared by a flat parameter and every storage that belongs to it. Views that a user keeps may outlive the engine;

@@ -41,6 +41,7 @@ Reducer::Reducer(ReplicateOptions options, const ModuleTree& tree)
   std::int64_t bytes = 0;
   for (auto it = parameters_.rbegin(); it != parameters_.rend(); ++it) {
     const auto& [name, tensor] = *it;
+    trained_.insert(trained_.begin(), tensor.requires_grad());
     if (!tensor.requires_grad()) {
       continue;
     }
@@ -58,38 +59,74 @@ Reducer::Reducer(ReplicateOptions options, const ModuleTree& tree)
     ++num_slots_;
   }
   for (auto& bucket : buckets_) {
-    std::int64_t end = 0;
-    for (auto& slot : bucket.slots) {
-      slot.offset = end;
-      end += (slot.parameter.numel() + kAlignment - 1) / kAlignment * kAlignment;
-    }
-    const auto& first = bucket.slots.front().parameter;
-    bucket.memory = at::zeros({end}, first.options().requires_grad(false));
-    for (auto& slot : bucket.slots) {
-      slot.grad =
-          tensor_on(bucket.memory.storage(), /*paged=*/false, first.scalar_type(), slot.offset, slot.parameter.sizes());
-    }
+    make_memory(bucket);
+  }
+}
+
+void Reducer::make_memory(Bucket& bucket) {
+  std::int64_t end = 0;
+  for (auto& slot : bucket.slots) {
+    slot.offset = end;
+    end += (slot.parameter.numel() + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  const auto& first = bucket.slots.front().parameter;
+  bucket.memory = at::zeros({end}, first.options().requires_grad(false));
+  for (auto& slot : bucket.slots) {
+    slot.grad =
+        tensor_on(bucket.memory.storage(), /*paged=*/false, first.scalar_type(), slot.offset, slot.parameter.sizes());
   }
 }
 
 void Reducer::attach() {
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     for (std::size_t s = 0; s < buckets_[b].slots.size(); ++s) {
+      auto& parameter = buckets_[b].slots[s].parameter;
+      parameter.register_hook([weak = weak_from_this()](at::Tensor grad) {
+        if (const auto reducer = weak.lock()) {
+          reducer->before_gradient();
+        }
+        return grad;
+      });
       torch::autograd::impl::set_post_acc_grad_hooks(
-          buckets_[b].slots[s].parameter, std::make_unique<PostAccumulate>([weak = weak_from_this(), b, s] {
-            if (const auto reducer = weak.lock()) {
-              reducer->on_gradient(b, s);
-            }
+          parameter, std::make_unique<PostAccumulate>([weak = weak_from_this(), b, s] {
+            const auto reducer = weak.lock();
+            TORCH_CHECK_VALUE(
+                reducer,
+                "[replicate] the ReplicatedModel is gone, so that gradients would not be averaged; keep what "
+                "replicate() returned as long as the model trains");
+            reducer->on_gradient(b, s);
           }));
     }
+  }
+}
+
+void Reducer::check_not_unfrozen() const {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        trained_[i] || !parameters_[i].second.requires_grad(), "[replicate] '", parameters_[i].first,
+        "' was frozen when the model was replicated and requires a gradient now, which nothing would average; set "
+        "requires_grad before replicate()");
+  }
+}
+
+void Reducer::before_gradient() {
+  const std::lock_guard lock(mutex_);
+  if (armed_ && backward_.expired()) {
+    log::warn("the last backward ended by an exception; the gradients it left behind are dropped");
+    reset();
+  }
+  if (!armed_) {
+    check_not_unfrozen();
   }
 }
 
 void Reducer::on_gradient(std::size_t b, std::size_t s) {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
-  if (backward_.expired()) {
-    clear_round(); // what a failed backward left behind
+  if (no_sync_scopes_ > 0) {
+    return; // The gradient stays where autograd has accumulated it.
+  }
+  if (!armed_) {
     auto token = std::make_shared<int>();
     backward_ = token;
     torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), token = std::move(token)] {
@@ -97,6 +134,7 @@ void Reducer::on_gradient(std::size_t b, std::size_t s) {
         reducer->finish();
       }
     });
+    armed_ = true;
   }
   auto& bucket = buckets_[b];
   auto& slot = bucket.slots[s];
@@ -127,8 +165,14 @@ void Reducer::on_gradient(std::size_t b, std::size_t s) {
 
 void Reducer::start(Bucket& bucket) {
   for (auto& slot : bucket.slots) {
-    // A grad that is kept from an earlier backward is equal on all ranks, and so is its average.
-    if (!slot.used && !(slot.parameter.grad().defined() && slot.parameter.grad().is_alias_of(slot.grad))) {
+    auto& grad = slot.parameter.mutable_grad();
+    if (slot.used || (grad.defined() && grad.is_alias_of(slot.grad))) {
+      continue; // Also a grad that an earlier backward has averaged: equal on all ranks, and so is its average.
+    }
+    if (grad.defined()) { // of a backward that was not reduced
+      slot.grad.copy_(grad);
+      grad = slot.grad;
+    } else {
       slot.grad.zero_();
     }
   }
@@ -146,7 +190,7 @@ void Reducer::finish() {
   std::size_t i = 0;
   for (auto& bucket : buckets_) {
     for (auto& slot : bucket.slots) {
-      votes.data_ptr<float>()[i++] = slot.used;
+      votes.data_ptr<float>()[i++] = slot.used || slot.parameter.grad().defined();
     }
   }
   if (group_->size() > 1) {
@@ -178,17 +222,31 @@ void Reducer::clear_round() {
     }
   }
   next_ = 0;
+  armed_ = false;
   backward_.reset();
+}
+
+void Reducer::enter_no_sync() {
+  const std::lock_guard lock(mutex_);
+  ++no_sync_scopes_;
+}
+
+void Reducer::leave_no_sync() {
+  const std::lock_guard lock(mutex_);
+  --no_sync_scopes_;
 }
 
 void Reducer::reset() {
   const std::lock_guard lock(mutex_);
-  clear_round();
   for (auto& bucket : buckets_) {
     for (auto& slot : bucket.slots) {
       slot.parameter.mutable_grad() = at::Tensor();
     }
+    if (bucket.work) {
+      make_memory(bucket); // the old one may still be written to: it goes with the work
+    }
   }
+  clear_round();
 }
 
 std::string Reducer::explain() const {

@@ -28,6 +28,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   /// Hooks the parameters. Once.
   void attach();
   void reset();
+  void enter_no_sync();
+  void leave_no_sync();
 
   const std::vector<std::pair<std::string, at::Tensor>>& named_parameters() const {
     return parameters_;
@@ -53,6 +55,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   };
 
   void on_gradient(std::size_t bucket, std::size_t slot);
+  /// Before a gradient is accumulated: sees that a new backward begins, and whether the last one failed.
+  void before_gradient();
+  void check_not_unfrozen() const;
+  void make_memory(Bucket& bucket);
   void start(Bucket& bucket);
   void finish();
   void clear_round();
@@ -62,9 +68,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<std::pair<std::string, at::Tensor>> parameters_;
   std::vector<Bucket> buckets_;
   std::size_t num_slots_ = 0;
+  std::vector<bool> trained_; ///< By parameter: whether it required a gradient at the start.
 
   std::recursive_mutex mutex_;
+  int no_sync_scopes_ = 0;
   std::size_t next_ = 0; ///< The bucket whose turn it is.
+  bool armed_ = false; ///< A backward has begun and its end is queued.
   std::weak_ptr<int> backward_; ///< Held by the queued end of backward; gone when it ran or when backward failed.
 };
 

@@ -27,7 +27,8 @@ ReplicatedModel replicate_model(Model& model, ReplicateOptions options) {
   }
   const auto group = options.mesh.world();
   check_same_model(
-      tree, c10::str("replicate, buckets of ", options.bucket_bytes, " and ", options.first_bucket_bytes), *group);
+      "replicate", tree, c10::str("replicate, buckets of ", options.bucket_bytes, " and ", options.first_bucket_bytes),
+      " none", *group);
   if (options.sync_module_states) {
     broadcast_from_rank0(tree, *group);
   }
@@ -53,7 +54,7 @@ std::vector<at::Tensor> ReplicatedModel::parameters() const {
 }
 
 double ReplicatedModel::clip_grad_norm_(double max_norm, double norm_type) {
-  return clip_gradients(parameters(), max_norm, norm_type, nullptr);
+  return clip_gradients({}, parameters(), max_norm, norm_type, nullptr);
 }
 
 void ReplicatedModel::zero_grad(bool set_to_none) {
@@ -65,6 +66,20 @@ void ReplicatedModel::zero_grad(bool set_to_none) {
       grad = at::Tensor();
     }
   }
+}
+
+ReplicaNoSync::ReplicaNoSync(std::shared_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {
+  reducer_->enter_no_sync();
+}
+
+ReplicaNoSync::~ReplicaNoSync() {
+  if (reducer_) {
+    reducer_->leave_no_sync();
+  }
+}
+
+ReplicaNoSync ReplicatedModel::no_sync() {
+  return ReplicaNoSync(reducer_);
 }
 
 std::string ReplicatedModel::explain() const {

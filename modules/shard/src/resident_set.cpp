@@ -89,7 +89,7 @@ Unit* ResidentSet::victim(const Unit& for_unit, std::int64_t needed_sooner_than)
   Unit* best = nullptr;
   std::int64_t best_next = -1;
   for (const auto& candidate : engine_.units()) {
-    if (!candidate->frame || candidate->frame->extra || candidate->kept || candidate->pins > 0 ||
+    if (!candidate->frame || candidate->frame->extra || candidate->kept || candidate->held || candidate->pins > 0 ||
         candidate.get() == engine_.current_ || candidate.get() == &for_unit) {
       continue;
     }
@@ -119,7 +119,13 @@ void ResidentSet::start_gather(Unit& unit, Frame frame, bool prefetch) {
     flat->storage->fill(memory, flat->frame_offset);
     // Given as a tensor of its own: a gather that is abandoned keeps the memory until the transport is done with it.
     auto output = memory.narrow(0, flat->frame_offset, flat->padded_bytes()).view(flat->dtype);
-    unit.gathers.push_back(engine_.group().all_gather(output, flat->shard, unit.name));
+    if (flat->near_slice.defined()) {
+      unit.gathers.push_back(unit.near_group->all_gather(output, flat->near_slice, unit.name));
+    } else {
+      const at::NoGradGuard no_grad;
+      unit.gathers.push_back(
+          unit.group->all_gather(output, flat->is_mixed() ? flat->shard.to(flat->dtype) : flat->shard, unit.name));
+    }
   }
   check_invariant();
 }
@@ -157,15 +163,65 @@ void ResidentSet::reshard(Unit& unit) {
     unit.prefetched = false;
   }
   engine_.event("reshard", unit);
+  if (unit.near_group && engine_.current_pass() == Pass::kForward) {
+    keep_near_slice(unit);
+  }
   log::debug("reshard unit '{}' {} bytes", unit.name, unit.bytes);
   for (auto& flat : unit.flats) {
     flat->storage->empty(no_data_message(*flat));
   }
   add_held(unit, unit.frame->extra, -1);
   unit.kept = false;
+  unit.held = false;
   unit.residence = Residence::kSharded;
   frames_.give_back(std::move(*unit.frame));
   unit.frame.reset();
+}
+
+// After forward: 1/n of the unit stays here, from which n near ranks gather it again for backward.
+void ResidentSet::keep_near_slice(Unit& unit) {
+  const at::NoGradGuard no_grad;
+  const auto n = unit.near_group->size();
+  for (auto& flat : unit.flats) {
+    if (!flat->near_slice.defined()) {
+      const auto numel = flat->padded_numel / n;
+      flat->near_slice = flat->flat.narrow(0, unit.near_group->rank() * numel, numel).clone();
+      near_bytes_ += static_cast<std::int64_t>(flat->near_slice.nbytes());
+    }
+  }
+}
+
+void ResidentSet::drop_near_slices() {
+  for (const auto& unit : engine_.units()) {
+    drop_near_slice(*unit);
+  }
+}
+
+void ResidentSet::drop_near_slice(Unit& unit) {
+  for (auto& flat : unit.flats) {
+    if (flat->near_slice.defined()) {
+      near_bytes_ -= static_cast<std::int64_t>(flat->near_slice.nbytes());
+      flat->near_slice = at::Tensor();
+    }
+  }
+}
+
+at::Tensor ResidentSet::gather_full(FlatParameter& flat) {
+  auto memory = at::empty({flat.padded_numel}, flat.shard.options());
+  const auto bytes = static_cast<std::int64_t>(memory.nbytes());
+  held_bytes_ += bytes;
+  kept_bytes_ += bytes;
+  peak_held_bytes_ = std::max(peak_held_bytes_, held_bytes_);
+  const auto work = flat.unit->group->all_gather(memory, flat.shard, flat.unit->name);
+  work->wait();
+  work->release();
+  return memory;
+}
+
+void ResidentSet::give_back_full(const FlatParameter& flat) {
+  const auto bytes = flat.padded_numel * static_cast<std::int64_t>(c10::elementSize(flat.master_dtype));
+  held_bytes_ -= bytes;
+  kept_bytes_ -= bytes;
 }
 
 void ResidentSet::abandon() {
@@ -196,7 +252,7 @@ void ResidentSet::add_held(const Unit& unit, bool extra, std::int64_t sign) {
 }
 
 Residency ResidentSet::residency() const {
-  return {held_bytes_, peak_held_bytes_, num_frames() * frame_bytes(), extra_bytes_, kept_bytes_};
+  return {held_bytes_, peak_held_bytes_, num_frames() * frame_bytes(), extra_bytes_, kept_bytes_, near_bytes_};
 }
 
 void ResidentSet::check_invariant() const {

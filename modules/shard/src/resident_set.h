@@ -26,6 +26,9 @@ class ResidentSet {
   bool prefetch(Unit& unit);
   /// Gathers a unit in memory of its own, beyond the frames, until it is resharded.
   void gather_kept(Unit& unit);
+  /// The whole of a flat parameter in full precision, in memory of its own that the accounts count as kept. Waits.
+  at::Tensor gather_full(FlatParameter& flat);
+  void give_back_full(const FlatParameter& flat);
   /// Counts a unit that is never sharded (kNoShard).
   void hold_in_place(Unit& unit);
 
@@ -35,6 +38,9 @@ class ResidentSet {
   void release_gathers();
   /// Gives the unit's memory back. It must not be pinned.
   void reshard(Unit& unit);
+  /// Frees what integer reshard_after_forward has kept: at the end of backward, and where the shard changes.
+  void drop_near_slices();
+  void drop_near_slice(Unit& unit);
   /// After a failed step: forgets gathers and pins, and reshards.
   void abandon();
 
@@ -53,6 +59,7 @@ class ResidentSet {
   std::optional<Frame> frame_for(Unit& unit, bool may_exceed);
   Unit* victim(const Unit& for_unit, std::int64_t needed_sooner_than) const;
   void start_gather(Unit& unit, Frame frame, bool prefetch);
+  void keep_near_slice(Unit& unit);
   void add_held(const Unit& unit, bool extra, std::int64_t sign);
   void check_invariant() const;
 
@@ -63,6 +70,7 @@ class ResidentSet {
   std::int64_t peak_held_bytes_ = 0;
   std::int64_t extra_bytes_ = 0;
   std::int64_t kept_bytes_ = 0;
+  std::int64_t near_bytes_ = 0;
 };
 
 /// What reading `flat`'s memory says while it has none.

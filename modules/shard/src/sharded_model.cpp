@@ -44,9 +44,25 @@ std::vector<at::Tensor> ShardedModel::parameters() const {
   return leaves;
 }
 
+std::vector<std::pair<std::string, at::Tensor>> ShardedModel::ignored_parameters() const {
+  return engine_->ignored_;
+}
+
+void ShardedModel::set_optimizer_in_backward(std::function<void(const std::string& name, at::Tensor& leaf)> function) {
+  engine_->optimizer_in_backward_ = std::move(function);
+}
+
 double ShardedModel::clip_grad_norm_(double max_norm, double norm_type) {
-  const bool whole = engine_->options().strategy == Strategy::kNoShard;
-  return clip_gradients(parameters(), max_norm, norm_type, whole ? nullptr : &engine_->group());
+  std::vector<at::Tensor> sharded;
+  std::vector<at::Tensor> whole;
+  for (const auto& unit : engine_->units()) {
+    for (const auto& flat : unit->flats) {
+      for (const auto& member : flat->members) {
+        (unit->whole ? whole : sharded).push_back(member.leaf);
+      }
+    }
+  }
+  return clip_gradients(sharded, whole, max_norm, norm_type, &engine_->group());
 }
 
 void ShardedModel::zero_grad(bool set_to_none) {
@@ -62,6 +78,73 @@ void ShardedModel::zero_grad(bool set_to_none) {
   });
 }
 
+NoSync::NoSync(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {
+  engine_->enter_no_sync();
+}
+
+NoSync::~NoSync() {
+  if (engine_) {
+    engine_->leave_no_sync();
+  }
+}
+
+NoSync ShardedModel::no_sync() {
+  return NoSync(engine_);
+}
+
+void ShardedModel::set_requires_gradient_sync(bool sync) {
+  set_requires_gradient_sync(units(), sync);
+}
+
+void ShardedModel::set_requires_gradient_sync(const std::vector<std::string>& units, bool sync) {
+  engine_->set_sync(engine_->find_units("set_requires_gradient_sync", units), sync);
+}
+
+void UnshardHandle::wait() {
+  engine_->wait_unsharded(units_);
+}
+
+UnshardHandle ShardedModel::unshard(const std::vector<std::string>& units) {
+  auto found = engine_->find_units("unshard", units);
+  engine_->unshard(found);
+  return {engine_, std::move(found)};
+}
+
+void ShardedModel::reshard(const std::vector<std::string>& units) {
+  engine_->reshard(engine_->find_units("reshard", units));
+}
+
+void ShardedModel::set_reshard_after_forward(const std::vector<std::string>& units, bool reshard) {
+  engine_->set_reshard_after_forward(engine_->find_units("set_reshard_after_forward", units), reshard);
+}
+
+void ShardedModel::set_reshard_after_backward(const std::vector<std::string>& units, bool reshard) {
+  engine_->set_reshard_after_backward(engine_->find_units("set_reshard_after_backward", units), reshard);
+}
+
+void ShardedModel::set_forward_prefetch(const std::string& unit, const std::vector<std::string>& next) {
+  const auto at = engine_->find_units("set_forward_prefetch", {unit}).front();
+  engine_->set_prefetch(at, Pass::kForward, engine_->find_units("set_forward_prefetch", next));
+}
+
+void ShardedModel::set_backward_prefetch(const std::string& unit, const std::vector<std::string>& next) {
+  const auto at = engine_->find_units("set_backward_prefetch", {unit}).front();
+  engine_->set_prefetch(at, Pass::kBackward, engine_->find_units("set_backward_prefetch", next));
+}
+
+std::vector<std::string> ShardedModel::units() const {
+  std::vector<std::string> names;
+  for (const auto& unit : engine_->units()) {
+    names.push_back(unit->name);
+  }
+  return names;
+}
+
+at::Tensor ShardedModel::cast_output(const at::Tensor& output) const {
+  const auto& dtype = engine_->options().mixed_precision.output_dtype;
+  return dtype && output.is_floating_point() ? output.to(*dtype) : output;
+}
+
 FullParameters ShardedModel::full_parameters(FullParametersOptions options) {
   return FullParameters(engine_, options);
 }
@@ -70,7 +153,7 @@ std::vector<ShardLayout> ShardedModel::layout() const {
   std::vector<ShardLayout> layouts;
   for_each_flat(*engine_, [&](const FlatParameter& flat) {
     for (const auto& member : flat.members) {
-      ShardLayout layout{member.name, member.sizes, flat.dtype, {}};
+      ShardLayout layout{member.name, member.sizes, flat.master_dtype, {}};
       if (member.slice_begin < member.slice_end) {
         layout.slices.push_back({member.slice_begin, member.slice_end});
       }

@@ -44,11 +44,14 @@ std::vector<std::string> split(const std::string& text) {
 
 } // namespace
 
-void check_same_model(const ModuleTree& tree, const std::string& settings, comm::Communicator& group) {
+void check_same_model(
+    std::string_view function, const ModuleTree& tree, const std::string& settings, const std::string& units,
+    comm::Communicator& group) {
   if (group.size() == 1) {
     return;
   }
-  const auto lines = describe(tree, settings);
+  auto lines = describe(tree, settings);
+  lines.push_back("units:" + units);
   const auto text = joined(lines);
   // The digest first: a large model's description is sent only when it is needed.
   const auto digests = group.exchange(std::to_string(std::hash<std::string>{}(text)));
@@ -69,13 +72,13 @@ void check_same_model(const ModuleTree& tree, const std::string& settings, comm:
       const auto here = i < theirs.size() ? theirs[i] : std::string("nothing more");
       if (on0 != here) {
         EBB_THROW(
-            IncompatibleStateError, "[fully_shard] the ranks' models differ: rank 0 has ", on0, ", rank ", rank,
+            IncompatibleStateError, "[", function, "] the ranks' models differ: rank 0 has ", on0, ", rank ", rank,
             " has ", here, "; build the same model with the same options on every rank");
       }
     }
   }
   EBB_THROW(
-      IncompatibleStateError, "[fully_shard] the ranks' models differ beyond their first ", first.size(),
+      IncompatibleStateError, "[", function, "] the ranks' models differ beyond their first ", first.size(),
       " parameters");
 }
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "ebb/comm/work.h"
+#include "ebb/comm/communicator.h"
 #include "flat_parameter.h"
 #include "frame_pool.h"
 
@@ -24,7 +24,18 @@ struct Unit {
   int index = 0;
   std::string name; ///< Of the wrapped module; "(root)" for the root.
   std::vector<std::unique_ptr<FlatParameter>> flats;
-  std::int64_t bytes = 0; ///< Of all flats, unsharded.
+  std::int64_t bytes = 0; ///< Of all flats, unsharded, as operators see them.
+  std::int64_t reduce_bytes = 0; ///< Of all trainable flats' gradients in the reduction's dtype.
+
+  std::shared_ptr<comm::Communicator> group; ///< Over which it is sharded; a group of one where it is whole.
+  bool whole = false; ///< Every rank holds all of it.
+  bool in_place = false; ///< Whole and computed with in its own dtype: never gathered.
+  bool reshard_after_forward = true;
+  bool reshard_after_backward = true;
+  std::shared_ptr<comm::Communicator> near_group; ///< For an integer reshard_after_forward: gathers backward's copy.
+  std::vector<int> forward_prefetch; ///< Explicit; empty: as predicted.
+  std::vector<int> backward_prefetch;
+  bool sync = true; ///< Whether backward reduces its gradients.
 
   Residence residence = Residence::kSharded;
   std::optional<Frame> frame;
@@ -32,6 +43,7 @@ struct Unit {
   int pins = 0; ///< Operators that are using it now.
   bool kept = false; ///< Not in one of the frames: kept by its strategy or a full-parameter scope.
   bool prefetched = false; ///< Gathered ahead and not used since.
+  bool held = false; ///< By ShardedModel::unshard(): not evicted.
   std::int64_t last_use = 0; ///< Tick of the newest visit, for least-recently-used.
 
   // Reduction state of one backward.

@@ -1,11 +1,14 @@
 #include "ebb/shard/wrap_policy.h"
 
+#include "ebb/base/log.h"
+
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <memory>
 #include <set>
 #include <string_view>
+#include <utility>
 
 namespace ebb::shard {
 namespace {
@@ -35,9 +38,19 @@ WrapPolicy wrap_by_size(std::int64_t min_numel) {
 }
 
 WrapPolicy wrap_by_class(std::vector<std::string> class_names) {
-  return [class_names = std::move(class_names)](const ModuleInfo& info) {
-    return std::any_of(
+  auto found = std::make_shared<bool>(false); // in this model, whose root is shown last
+  return [class_names = std::move(class_names), found](const ModuleInfo& info) {
+    const bool wanted = std::any_of(
         class_names.begin(), class_names.end(), [&](const auto& asked) { return names_class(info.class_name, asked); });
+    *found = *found || wanted;
+    if (info.depth == 0 && !std::exchange(*found, false)) {
+      log::warn(
+          "wrap_by_class: the model has no module of class '{}'{}, so that only the root is a unit; its own class is "
+          "'{}'",
+          class_names.empty() ? std::string() : class_names.front(), class_names.size() > 1 ? " or the others" : "",
+          info.class_name);
+    }
+    return wanted;
   };
 }
 

@@ -121,13 +121,14 @@ TEST(Errors, ConversionAfterShardingIsRefused) {
 TEST(Errors, AliasesMadeBeforeShardingAreRefused) {
   auto chain = make_chain(2);
   const auto cached = chain->at<torch::nn::LinearImpl>(1).weight.t();
-  EXPECT_THAT(error_of([&] { fully_shard(chain, one_rank()); }), AllOf(HasSubstr("'1.weight'"), HasSubstr("alias")));
+  EXPECT_THAT(
+      error_of([&] { (void)fully_shard(chain, one_rank()); }), AllOf(HasSubstr("'1.weight'"), HasSubstr("alias")));
 }
 
 TEST(Errors, ALiveGraphIsAnAlias) {
   auto chain = make_chain(2);
   const auto loss = chain->forward(at::ones({2, 8})).sum();
-  EXPECT_THAT(error_of([&] { fully_shard(chain, one_rank()); }), HasSubstr("alias"));
+  EXPECT_THAT(error_of([&] { (void)fully_shard(chain, one_rank()); }), HasSubstr("alias"));
 }
 
 TEST(Errors, DifferentTensorsOnTheSameMemoryCannotBeShardedApart) {
@@ -136,14 +137,14 @@ TEST(Errors, DifferentTensorsOnTheSameMemoryCannotBeShardedApart) {
   auto& second = chain->at<torch::nn::LinearImpl>(1);
   second.weight.set_data(first.weight.detach());
   EXPECT_THAT(
-      error_of([&] { fully_shard(chain, one_rank()); }),
+      error_of([&] { (void)fully_shard(chain, one_rank()); }),
       AllOf(HasSubstr("'0.weight'"), HasSubstr("'1.weight'"), HasSubstr("same memory")));
 }
 
 TEST(Errors, ShardingTwiceIsRefused) {
   auto chain = make_chain(2);
   auto model = fully_shard(chain, one_rank());
-  EXPECT_THAT(error_of([&] { fully_shard(chain, one_rank()); }), HasSubstr("sharded already"));
+  EXPECT_THAT(error_of([&] { (void)fully_shard(chain, one_rank()); }), HasSubstr("sharded already"));
   EXPECT_THAT(error_of([&] { replicate(chain, {.mesh = comm::Mesh(comm::single())}); }), HasSubstr("choose one"));
 }
 
@@ -157,7 +158,7 @@ TEST(Errors, DifferentModelsOnDifferentRanksNameTheFirstParameterThatDiffers) {
   std::vector<std::string> errors(2);
   ebb::test::spawn_ranks(2, [&](const auto& group) {
     torch::nn::Sequential chain(torch::nn::Linear(4, 4), torch::nn::Linear(4, group->rank() == 0 ? 4 : 5));
-    errors[group->rank()] = error_of([&] { fully_shard(chain, {.mesh = comm::Mesh(group)}); });
+    errors[group->rank()] = error_of([&] { (void)fully_shard(chain, {.mesh = comm::Mesh(group)}); });
     EXPECT_EQ(group->traffic().calls_of(comm::Op::kBroadcast), 0);
   });
   for (const auto& error : errors) {
@@ -168,7 +169,8 @@ TEST(Errors, DifferentModelsOnDifferentRanksNameTheFirstParameterThatDiffers) {
 TEST(Errors, DifferentOptionsOnDifferentRanksAreFound) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto chain = make_chain(2);
-    const auto error = error_of([&] { fully_shard(chain, {.mesh = comm::Mesh(group), .frames = 2 + group->rank()}); });
+    const auto error =
+        error_of([&] { (void)fully_shard(chain, {.mesh = comm::Mesh(group), .frames = 2 + group->rank()}); });
     EXPECT_THAT(error, HasSubstr("frames"));
   });
 }
@@ -193,9 +195,9 @@ TEST(Errors, BadOptionsNameTheValue) {
   auto chain = make_chain(1);
   auto options = one_rank();
   options.frames = 0;
-  EXPECT_THAT(error_of([&] { fully_shard(chain, options); }), HasSubstr("at least 1 frame, got 0"));
+  EXPECT_THAT(error_of([&] { (void)fully_shard(chain, options); }), HasSubstr("at least 1 frame, got 0"));
   torch::nn::Sequential empty(torch::nn::ReLU{});
-  EXPECT_THAT(error_of([&] { fully_shard(empty, one_rank()); }), HasSubstr("got none"));
+  EXPECT_THAT(error_of([&] { (void)fully_shard(empty, one_rank()); }), HasSubstr("got none"));
   auto model = fully_shard(chain, one_rank());
   EXPECT_THAT(error_of([&] { model.clip_grad_norm_(1.0, 3.0); }), HasSubstr("got 3"));
   EXPECT_THAT(error_of([&] { model.clip_grad_norm_(-1.0); }), HasSubstr("got -1"));
@@ -231,6 +233,42 @@ TEST(Errors, AnExceptionInAStepLeavesAModelThatWorks) {
     }
     EXPECT_EQ(model.residency().held_bytes, 0);
   }
+}
+
+TEST(Errors, UnfreezingAfterShardingIsNamed) {
+  auto chain = make_chain(2);
+  chain->parameters()[1].set_requires_grad(false);
+  auto model = fully_shard(chain, one_rank());
+  chain->forward(at::ones({2, 8})).sum().backward();
+  chain->parameters()[1].set_requires_grad(true);
+  EXPECT_THAT(
+      error_of([&] {
+        chain->forward(at::ones({2, 8}));
+      }),
+      AllOf(HasSubstr("'0.bias' (unit '0') was frozen"), HasSubstr("before fully_shard()")));
+}
+
+TEST(Errors, EqualUnitsUsedInAnotherOrderAreFoundByTheirNames) {
+  ebb::test::spawn_ranks(2, [](const auto& group) {
+    auto chain = make_chain(2);
+    auto model = fully_shard(chain, {.mesh = comm::Mesh(group), .wrap = wrap_by_size(1)});
+    const auto first = group->rank() == 0 ? 0 : 1;
+    EXPECT_THAT(
+        error_of([&] {
+          chain->at<torch::nn::LinearImpl>(first).forward(at::ones({2, 8}));
+        }),
+        AllOf(HasSubstr("all_gather of unit '0'"), HasSubstr("all_gather of unit '1'")));
+  });
+}
+
+TEST(Errors, DifferentUnitsOnDifferentRanksAreFoundAtTheStart) {
+  ebb::test::spawn_ranks(2, [](const auto& group) {
+    auto chain = make_chain(2);
+    const auto wrap = group->rank() == 0 ? wrap_root() : wrap_by_size(1);
+    EXPECT_THAT(
+        error_of([&] { (void)fully_shard(chain, {.mesh = comm::Mesh(group), .wrap = wrap}); }),
+        AllOf(HasSubstr("[fully_shard] the ranks' models differ"), HasSubstr("units:")));
+  });
 }
 
 TEST(Errors, UseOnASecondThreadDuringABackwardIsRefused) {

@@ -75,6 +75,14 @@ at::Generator generator_for(std::int64_t step, int rank) {
   return at::detail::createCPUGenerator(1000 * step + rank + 1);
 }
 
+at::Tensor joined(const std::function<at::Tensor(std::int64_t, int)>& batch, std::int64_t step, int num_ranks) {
+  std::vector<at::Tensor> parts;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    parts.push_back(batch(step, rank));
+  }
+  return at::cat(parts);
+}
+
 } // namespace
 
 torch::jit::Module make_script_model() {
@@ -130,23 +138,29 @@ Subject make_subject(const std::string& kind, at::ScalarType dtype) {
     auto model = std::make_shared<Gpt>(31, 8, 16, 2, 3);
     (*model)->to(dtype);
     subject.module = model->get();
-    subject.loss = [model](std::int64_t step, int rank) {
+    const auto batch = [](std::int64_t step, int rank) {
       auto generator = generator_for(step, rank);
-      const auto tokens = at::randint(31, {2, 9}, generator, at::kLong);
+      return at::randint(31, {2, 9}, generator, at::kLong);
+    };
+    const auto loss_on = [model](const at::Tensor& tokens) {
       const auto logits = (*model)->forward(tokens.narrow(1, 0, 8));
       return at::cross_entropy_loss(logits.reshape({-1, 31}), tokens.narrow(1, 1, 8).reshape({-1}));
     };
+    subject.loss = [=](std::int64_t step, int rank) { return loss_on(batch(step, rank)); };
+    subject.full_loss = [=](std::int64_t step, int num_ranks) { return loss_on(joined(batch, step, num_ranks)); };
     subject.parameters = [model, named] { return named(**model); };
     subject.holds = model;
   } else if (kind == "mlp") {
     auto model = std::make_shared<OddMlp>();
     (*model)->to(dtype);
     subject.module = model->get();
-    subject.loss = [model, dtype](std::int64_t step, int rank) {
+    const auto batch = [dtype](std::int64_t step, int rank) {
       auto generator = generator_for(step, rank);
-      const auto x = at::randn({4, 7}, generator, dtype);
-      return at::mse_loss((*model)->forward(x), x.narrow(1, 0, 3));
+      return at::randn({4, 7}, generator, dtype);
     };
+    const auto loss_on = [model](const at::Tensor& x) { return at::mse_loss((*model)->forward(x), x.narrow(1, 0, 3)); };
+    subject.loss = [=](std::int64_t step, int rank) { return loss_on(batch(step, rank)); };
+    subject.full_loss = [=](std::int64_t step, int num_ranks) { return loss_on(joined(batch, step, num_ranks)); };
     subject.parameters = [model, named] { return named(**model); };
     subject.holds = model;
   } else {
@@ -170,7 +184,7 @@ Subject make_subject(const std::string& kind, at::ScalarType dtype) {
   return subject;
 }
 
-Reference run_reference(const std::string& kind, int world_size, int steps, double clip) {
+Reference run_reference(const std::string& kind, int world_size, int steps, double clip, int replicas) {
   auto subject = make_subject(kind);
   std::vector<at::Tensor> parameters;
   for (const auto& [name, tensor] : subject.parameters()) {
@@ -180,10 +194,21 @@ Reference run_reference(const std::string& kind, int world_size, int steps, doub
   Reference reference;
   for (int step = 0; step < steps; ++step) {
     std::vector<double> losses;
+    std::vector<at::Tensor> sums(parameters.size());
     for (int rank = 0; rank < world_size; ++rank) {
       auto loss = subject.loss(step, rank);
       losses.push_back(loss.item<double>());
       loss.backward();
+      if ((rank + 1) % (world_size / replicas) == 0) {
+        for (std::size_t i = 0; i < parameters.size(); ++i) {
+          auto& grad = parameters[i].mutable_grad();
+          sums[i] = sums[i].defined() ? sums[i] + grad : grad;
+          grad = at::Tensor();
+        }
+      }
+    }
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      parameters[i].mutable_grad() = sums[i];
     }
     std::vector<at::Tensor> grads;
     for (auto& parameter : parameters) {

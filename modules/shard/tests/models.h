@@ -46,6 +46,8 @@ torch::jit::Module make_script_model();
 /// One model under test, whichever way it was written.
 struct Subject {
   std::function<at::Tensor(std::int64_t step, int rank)> loss; ///< On the batch of this step and rank.
+  std::function<at::Tensor(std::int64_t step, int num_ranks)>
+      full_loss; ///< On all ranks' batches as one; not "script".
   std::function<std::vector<std::pair<std::string, at::Tensor>>()> parameters;
   torch::nn::Module* module = nullptr; ///< One of the two.
   torch::jit::Module* script = nullptr;
@@ -62,6 +64,7 @@ struct Reference {
   std::vector<std::vector<at::Tensor>> grads; ///< [step][parameter]
   std::vector<std::pair<std::string, at::Tensor>> parameters; ///< At the end.
 };
-Reference run_reference(const std::string& kind, int world_size, int steps, double clip = 0);
+/// `replicas`: the sums of that many consecutive groups of ranks are taken first, then their sum, as hybrid sharding does.
+Reference run_reference(const std::string& kind, int world_size, int steps, double clip = 0, int replicas = 1);
 
 } // namespace ebb::shard::test

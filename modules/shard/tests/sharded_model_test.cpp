@@ -147,6 +147,45 @@ TEST(FullParameters, WithoutWritebackChangesAreDropped) {
   EXPECT_TRUE(at::equal(model.parameters()[0].detach(), before));
 }
 
+TEST(FullParameters, WithoutWritebackAWholeUnitGoesBackToo) {
+  auto chain = make_chain(1);
+  auto model =
+      fully_shard(chain, {.mesh = comm::Mesh(comm::single()), .strategy = Strategy::kNoShard, .wrap = wrap_by_size(1)});
+  const auto before = chain->parameters()[0].detach().clone();
+  for (const bool writeback : {false, true}) {
+    auto scope = model.full_parameters({.writeback = writeback});
+    const at::NoGradGuard no_grad;
+    chain->parameters()[0].fill_(9);
+    scope.close();
+    EXPECT_EQ(at::equal(chain->parameters()[0], before), !writeback);
+  }
+}
+
+TEST(FullParameters, LoadInsideAScopeGoesToTheShardsOfAllRanks) {
+  std::stringstream file;
+  auto trained = make_chain(2);
+  {
+    const at::NoGradGuard no_grad;
+    trained->parameters()[0].fill_(0.25);
+  }
+  torch::save(trained, file);
+  for (const auto strategy : {Strategy::kFullShard, Strategy::kNoShard}) {
+    ebb::test::spawn_ranks(2, [&](const auto& group) {
+      auto chain = make_chain(2);
+      auto model = fully_shard(chain, {.mesh = comm::Mesh(group), .strategy = strategy, .wrap = wrap_by_size(1)});
+      {
+        std::stringstream copy(file.str());
+        auto scope = model.full_parameters();
+        torch::load(chain, copy);
+      }
+      const auto scope = model.full_parameters({.writeback = false});
+      for (std::size_t i = 0; i < 4; ++i) {
+        EXPECT_TRUE(at::equal(chain->parameters()[i], trained->parameters()[i])) << i;
+      }
+    });
+  }
+}
+
 TEST(FullParameters, Rank0OnlyKeepsOtherRanksSharded) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto chain = make_chain(2);
@@ -229,35 +268,39 @@ TEST(Gradients, AParameterUnusedOnAllRanksKeepsNoGradient) {
 }
 
 TEST(Gradients, AParameterUsedOnOneRankGetsItsShareOnAllRanks) {
-  ebb::test::spawn_ranks(2, [](const auto& group) {
+  // Rank 0 runs all three layers; rank 1 goes around the middle one, but looks at it: both must gather the same units.
+  const auto loss_of = [](torch::nn::Sequential& layers, int rank) {
+    auto x = layers->at<torch::nn::LinearImpl>(0).forward(at::full({2, 8}, 1.0 + rank));
+    if (rank == 0) {
+      x = layers->at<torch::nn::LinearImpl>(1).forward(x);
+    } else {
+      layers->at<torch::nn::LinearImpl>(1).weight.detach().sum();
+    }
+    return layers->at<torch::nn::LinearImpl>(2).forward(x).pow(2).mean();
+  };
+  auto plain = make_chain(3);
+  for (int rank = 0; rank < 2; ++rank) {
+    (loss_of(plain, rank) / 2).backward();
+  }
+  std::map<std::string, at::Tensor> expected;
+  for (const auto& parameter : plain->named_parameters()) {
+    expected[parameter.key()] = parameter.value().grad().flatten();
+  }
+  ebb::test::spawn_ranks(2, [&](const auto& group) {
     auto chain = make_chain(3);
-    auto plain = make_chain(3);
     auto model = fully_shard(chain, {.mesh = comm::Mesh(group), .wrap = wrap_by_size(1)});
     for (int step = 0; step < 3; ++step) {
-      const auto run = [&](torch::nn::Sequential& layers, bool middle) {
-        auto x = layers->at<torch::nn::LinearImpl>(0).forward(at::ones({2, 8}));
-        if (middle) {
-          x = layers->at<torch::nn::LinearImpl>(1).forward(x);
-        }
-        layers->at<torch::nn::LinearImpl>(2).forward(x).sum().backward();
-      };
-      // Both ranks must gather the same units: the one that does not use the middle looks at it.
-      if (group->rank() == 1) {
-        auto x = chain->at<torch::nn::LinearImpl>(0).forward(at::ones({2, 8}));
-        chain->at<torch::nn::LinearImpl>(1).weight.detach().sum();
-        chain->at<torch::nn::LinearImpl>(2).forward(x).sum().backward();
-      } else {
-        auto x = chain->at<torch::nn::LinearImpl>(0).forward(at::ones({2, 8}));
-        chain->at<torch::nn::LinearImpl>(1).forward(x);
-        chain->at<torch::nn::LinearImpl>(2).forward(x).sum().backward();
-      }
-      run(plain, false);
-      run(plain, false);
-      for (const auto& [name, leaf] : model.named_parameters()) {
-        EXPECT_EQ(leaf.grad().defined(), name[0] != '1') << name;
+      loss_of(chain, group->rank()).backward();
+      const auto layout = model.layout();
+      const auto leaves = model.named_parameters();
+      for (std::size_t i = 0; i < leaves.size(); ++i) {
+        const auto& [name, leaf] = leaves[i];
+        ASSERT_TRUE(leaf.grad().defined()) << name << " at step " << step;
+        const auto begin = layout[i].slices.empty() ? 0 : layout[i].slices[0].begin;
+        EXPECT_TRUE(at::allclose(leaf.grad(), expected.at(name).narrow(0, begin, leaf.numel()), 1e-6, 1e-7))
+            << name << " at step " << step;
       }
       model.zero_grad();
-      plain->zero_grad();
     }
   });
 }
@@ -425,7 +468,7 @@ TEST(WrapPolicy, ByNameRefusesANameThatTheModelLacksAlsoInsideWrapAny) {
       policy = wrap_any({wrap_by_class({"Linear"}), policy});
     }
     EXPECT_THAT(
-        test::error_of([&] { fully_shard(chain, {.mesh = comm::Mesh(comm::single()), .wrap = policy}); }),
+        test::error_of([&] { (void)fully_shard(chain, {.mesh = comm::Mesh(comm::single()), .wrap = policy}); }),
         ::testing::AllOf(HasSubstr("got '7'"), HasSubstr("names of modules")));
   }
 }

@@ -9,6 +9,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <mutex>
 #include <string>
 
 namespace ebb::shard::test {
@@ -38,6 +39,8 @@ std::string error_of(Action action) {
 
 /// A chain of `layers` square Linears, each a unit of its own: "0", "1", ...
 inline torch::nn::Sequential make_chain(int layers, std::int64_t width = 8) {
+  static std::mutex mutex; // ranks are threads and share the default generator
+  const std::lock_guard lock(mutex);
   torch::manual_seed(3);
   torch::nn::Sequential chain;
   for (int i = 0; i < layers; ++i) {

@@ -2,14 +2,19 @@
 
 #include "ebb/base/shard_layout.h"
 #include "ebb/comm/mesh.h"
+#include "ebb/shard/comm_hook.h"
+#include "ebb/shard/mixed_precision.h"
 #include "ebb/shard/wrap_policy.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 namespace torch::nn {
@@ -28,8 +33,22 @@ enum class Strategy {
   kFullShard, ///< Parameters, gradients and optimizer state sharded; parameters gathered again for backward (ZeRO-3).
   kShardGradOp, ///< Parameters stay gathered from forward to the end of backward (ZeRO-2).
   kNoShard, ///< Parameters replicated, gradients all-reduced; optimizer state whole on every rank.
+  kHybridShard, ///< kFullShard within the mesh's "shard" axis, copies along "replicate" (HSDP).
+  kHybridShardZero2, ///< kShardGradOp within the mesh's "shard" axis, copies along "replicate".
 };
+/// "full_shard", "hybrid_shard_zero2", ...
 std::string_view name_of(Strategy strategy);
+
+/// FSDP2's reshard_after_forward. true: give a unit's memory back after its forward; false: keep it until the end of
+/// backward; n: keep 1/n of it, so that backward gathers within n neighbouring ranks, say those of one host. n divides
+/// the ranks of the shard axis.
+using ReshardAfterForward = std::variant<bool, int>;
+
+/// What one unit does otherwise than the rest. What is not set is as in ShardOptions.
+struct UnitOptions {
+  std::optional<bool> shard = {}; ///< false: this unit is whole on every rank, as with kNoShard.
+  std::optional<ReshardAfterForward> reshard_after_forward = {};
+};
 
 /// What fully_shard() is to do.
 struct ShardOptions {
@@ -37,6 +56,10 @@ struct ShardOptions {
   comm::Mesh mesh;
   Strategy strategy = Strategy::kFullShard;
   WrapPolicy wrap = wrap_by_size(1'000'000);
+  /// Asked once for each unit, with the module it wraps.
+  std::function<UnitOptions(const ModuleInfo&)> unit_options = {};
+  /// Dtypes of compute, reduction and buffers; by default everything as the model has it.
+  MixedPrecision mixed_precision = {};
   /// Buffers that hold one gathered unit each; never more in use but for what one operator needs at once. This is the
   /// rate limiter of the FSDP paper (Zhao et al. 2023, section 3.4). At least 1.
   int frames = 2;
@@ -45,7 +68,21 @@ struct ShardOptions {
   /// Copy rank 0's parameters and buffers to all ranks first. Off: every rank must have built the same model from the
   /// same seed.
   bool sync_module_states = true;
-  /// Compare the order of gathered units between ranks at each end of backward; names the first that differs.
+  /// Modules, with all below them, whose parameters and buffers are left as they are: not sharded, not gathered, and
+  /// their gradients not reduced. At the start they still get rank 0's values. A parameter that is also registered
+  /// elsewhere is ignored there too. ShardedModel::ignored_parameters() lists them, for an optimizer of their own.
+  WrapPolicy ignored = {};
+  /// The same for single parameters, by name. @throws ValueError for a name that is no parameter's.
+  std::vector<std::string> ignored_parameters = {};
+  /// Replaces the reduction of gradients: see comm_hook.h.
+  CommHook comm_hook = {};
+  /// Called with each unit's averaged gradient, this rank's shard of it, flattened, before it is added to the leaves'
+  /// grads; may change it in place (FSDP2's all-reduce hook). Same on all ranks.
+  std::function<void(const std::string& unit, at::Tensor& gradient)> gradient_hook = {};
+  /// Gradients are summed over all ranks and divided by this; by default by the number of ranks.
+  std::optional<double> gradient_divide_factor = {};
+  /// Compare the order of gathered and reduced units between ranks before each of these collectives, and name the first
+  /// that differs. Costs one small exchange each.
   bool check_order = false;
 };
 
@@ -56,7 +93,8 @@ struct Residency {
   std::int64_t peak_held_bytes = 0;
   std::int64_t frame_bytes = 0; ///< (frames + prefetch) x largest unit: the allowance.
   std::int64_t pinned_bytes = 0; ///< Beyond the allowance for the running operator.
-  std::int64_t kept_bytes = 0; ///< By kShardGradOp, kNoShard or a full-parameter scope.
+  std::int64_t kept_bytes = 0; ///< By kShardGradOp, kNoShard, unshard() or a full-parameter scope.
+  std::int64_t near_bytes = 0; ///< 1/n of units between forward and backward (integer reshard_after_forward).
 };
 
 /// Counts since fully_shard(), or since reset_stats().
@@ -65,6 +103,7 @@ struct ShardStats {
   std::int64_t prefetched = 0; ///< Of these, started before their first use.
   std::int64_t mispredicted = 0; ///< Prefetched and evicted unused.
   std::int64_t reduces = 0; ///< Reduce-scatters (all-reduces for kNoShard) of units.
+  std::int64_t all_reduces = 0; ///< Of units' sharded gradients between copies (hybrid sharding).
   std::int64_t touches = 0; ///< Operators that found their unit resident.
   std::int64_t evictions = 0;
 };
@@ -91,6 +130,32 @@ class FullParameters {
   FullParametersOptions options_;
 };
 
+/// A unit being gathered by ShardedModel::unshard(). Dropping the handle does not undo that.
+class UnshardHandle {
+ public:
+  /// Returns when the unit's parameters can be used; any operator that uses them waits by itself.
+  void wait();
+
+ private:
+  friend class ShardedModel;
+  UnshardHandle(std::shared_ptr<Engine> engine, std::vector<int> units)
+      : engine_(std::move(engine)), units_(std::move(units)) {}
+  std::shared_ptr<Engine> engine_;
+  std::vector<int> units_;
+};
+
+/// While alive, backward leaves gradients on this rank unreduced; they go along with the next backward after it.
+class NoSync {
+ public:
+  explicit NoSync(std::shared_ptr<Engine> engine);
+  NoSync(NoSync&& other) noexcept = default;
+  NoSync(const NoSync&) = delete;
+  ~NoSync();
+
+ private:
+  std::shared_ptr<Engine> engine_;
+};
+
 /// A sharded model. Copies are handles to the same one. The model itself is used as before: `model->forward(x)`.
 class ShardedModel {
  public:
@@ -99,7 +164,15 @@ class ShardedModel {
   /// One leaf per original parameter: the slice this rank holds (1-D, possibly empty), a view of its unit's flat shard,
   /// with its grad after backward. What optimizers take. Names as the model's own; tied parameters appear once.
   std::vector<std::pair<std::string, at::Tensor>> named_parameters() const;
-  std::vector<at::Tensor> parameters() const;
+  std::vector<at::Tensor> parameters() const; ///< The leaves of named_parameters().
+  /// The parameters that ShardOptions said to ignore: the model's own.
+  std::vector<std::pair<std::string, at::Tensor>> ignored_parameters() const;
+
+  /// Calls `function` with each leaf in backward, as soon as the gradient of its unit is averaged and on it: for an
+  /// optimizer that steps there and drops the gradient, so that not all gradients exist at a time. A leaf that got no
+  /// gradient on any rank shows zeros. Not with gradient accumulation or clipping, which need all gradients. An empty
+  /// function takes it back.
+  void set_optimizer_in_backward(std::function<void(const std::string& name, at::Tensor& leaf)> function);
 
   /// Global norm of all gradients, of which each is then scaled so that the norm is at most `max_norm`. Collective.
   /// @param norm_type  1, 2 or infinity.
@@ -108,6 +181,37 @@ class ShardedModel {
 
   /// Drops (or zeroes) the gradients of all shards.
   void zero_grad(bool set_to_none = true);
+
+  /// Gradient accumulation without communication: `{ auto scope = model.no_sync(); loss.backward(); }` for all
+  /// micro-batches but the last (FSDP paper, section 3.3.4). Costs memory for unsharded gradients, in the reduction's
+  /// dtype. Without it every backward reduces and the shards accumulate. All ranks must do the same.
+  NoSync no_sync();
+  /// The same as a switch, for all units or for some: gradients of units that are off stay local until a backward that
+  /// finds them on again.
+  void set_requires_gradient_sync(bool sync);
+  /// As above, for the units named.
+  void set_requires_gradient_sync(const std::vector<std::string>& units, bool sync);
+
+  /// Gathers units before their use and holds them until reshard() or the end of a backward. Collective; at once, the
+  /// handle waits. Names as explain() spells them.
+  /// @throws ValueError for a name that is not a unit; lists the units.
+  UnshardHandle unshard(const std::vector<std::string>& units);
+  /// Gives the memory of units back, whoever gathered them. Not while an operator uses them.
+  void reshard(const std::vector<std::string>& units);
+  /// Changes what happens to units after forward from the next one on; see ReshardAfterForward, of which integers are
+  /// fixed by fully_shard().
+  void set_reshard_after_forward(const std::vector<std::string>& units, bool reshard);
+  /// false: the units stay gathered after backward, until their shards are written to. For several backwards a step.
+  void set_reshard_after_backward(const std::vector<std::string>& units, bool reshard);
+  /// While `unit` runs forward, gather `next` in this order instead of what the last step's order predicts; empty goes
+  /// back to the prediction. At most as many as frames allow are gathered.
+  void set_forward_prefetch(const std::string& unit, const std::vector<std::string>& next);
+  /// The same while `unit` runs backward.
+  void set_backward_prefetch(const std::string& unit, const std::vector<std::string>& next);
+  std::vector<std::string> units() const; ///< Names, in module order.
+
+  /// `output` in MixedPrecision::output_dtype, for what a model returns: `model.cast_output(net->forward(x))`.
+  at::Tensor cast_output(const at::Tensor& output) const;
 
   /// See FullParameters. Collective.
   FullParameters full_parameters(FullParametersOptions options = {});
@@ -118,9 +222,9 @@ class ShardedModel {
   /// Which part of each parameter this rank holds.
   std::vector<ShardLayout> layout() const;
 
-  Residency residency() const;
-  ShardStats stats() const;
-  void reset_stats();
+  Residency residency() const; ///< What is unsharded now.
+  ShardStats stats() const; ///< What was gathered and reduced.
+  void reset_stats(); ///< Counts from zero again, and peaks from now.
 
   /// Gives back everything an interrupted step left behind: frames, partial gradients, collectives. Happens by itself at
   /// the next forward after an exception. Collective in effect: all ranks of a failed step must do it.
@@ -129,6 +233,7 @@ class ShardedModel {
   std::int64_t num_parameters() const; ///< Of the unsharded model; tied parameters once.
   std::int64_t shard_bytes() const; ///< Parameter bytes this rank keeps.
   const comm::Mesh& mesh() const;
+  /// For ebb's own tests.
   Engine& engine() const {
     return *engine_;
   }
@@ -143,17 +248,20 @@ class ShardedModel {
 /// Afterwards build optimizers on the result's parameters(), never on model.parameters(): those hold no data between
 /// uses, and an optimizer on them is refused at its first step.
 ///
-/// @throws ValueError for models that cannot be sharded; names unit and parameter.
+/// @throws ValueError for models that cannot be sharded and options out of range; names unit and parameter.
+/// @throws IncompatibleStateError on every rank when the ranks' options, models or units differ; names the first that
+///         does.
 /// Cost: one broadcast of the model (with sync_module_states).
-ShardedModel fully_shard(torch::nn::Module& model, ShardOptions options);
-ShardedModel fully_shard(torch::jit::Module& model, ShardOptions options);
+[[nodiscard]] ShardedModel fully_shard(torch::nn::Module& model, ShardOptions options);
+/// The same for TorchScript.
+[[nodiscard]] ShardedModel fully_shard(torch::jit::Module& model, ShardOptions options);
 
 /// For module holders (TORCH_MODULE): fully_shard(gpt, ...).
 template <class Holder>
   requires requires(Holder& holder) {
     holder.ptr();
   }
-ShardedModel fully_shard(Holder& holder, ShardOptions options) {
+[[nodiscard]] ShardedModel fully_shard(Holder& holder, ShardOptions options) {
   return fully_shard(static_cast<torch::nn::Module&>(*holder.ptr()), std::move(options));
 }
 

@@ -21,12 +21,14 @@ namespace ebb::shard {
 /// Exactness: equal to torch::optim::AdamW up to rounding (the kernel orders its multiplications differently).
 std::unique_ptr<torch::optim::Optimizer> fused_adamw(
     std::vector<at::Tensor> parameters, const torch::optim::AdamWOptions& options);
+/// The same with parameter groups.
 std::unique_ptr<torch::optim::Optimizer> fused_adamw(
     std::vector<torch::optim::OptimizerParamGroup> groups, const torch::optim::AdamWOptions& defaults);
 
 /// torch::optim::SGD (momentum, dampening, Nesterov, weight decay) by LibTorch's fused kernel; as fused_adamw().
 std::unique_ptr<torch::optim::Optimizer> fused_sgd(
     std::vector<at::Tensor> parameters, const torch::optim::SGDOptions& options);
+/// The same with parameter groups.
 std::unique_ptr<torch::optim::Optimizer> fused_sgd(
     std::vector<torch::optim::OptimizerParamGroup> groups, const torch::optim::SGDOptions& defaults);
 

@@ -21,6 +21,18 @@ namespace ebb::shard {
 
 class Reducer;
 
+/// While alive, backward leaves gradients on this rank unreduced; they go along with the next backward after it.
+class ReplicaNoSync {
+ public:
+  explicit ReplicaNoSync(std::shared_ptr<Reducer> reducer);
+  ReplicaNoSync(ReplicaNoSync&& other) noexcept = default;
+  ReplicaNoSync(const ReplicaNoSync&) = delete;
+  ~ReplicaNoSync();
+
+ private:
+  std::shared_ptr<Reducer> reducer_;
+};
+
 /// What replicate() is to do.
 struct ReplicateOptions {
   comm::Mesh mesh;
@@ -35,12 +47,17 @@ class ReplicatedModel {
   explicit ReplicatedModel(std::shared_ptr<Reducer> reducer);
   /// The model's own parameters.
   std::vector<std::pair<std::string, at::Tensor>> named_parameters() const;
-  std::vector<at::Tensor> parameters() const;
+  std::vector<at::Tensor> parameters() const; ///< The tensors of named_parameters().
   /// As torch::nn::utils::clip_grad_norm_: gradients are equal on all ranks, so nothing is communicated.
   double clip_grad_norm_(double max_norm, double norm_type = 2.0);
+  /// Drops (or zeroes) the gradients of all parameters.
   void zero_grad(bool set_to_none = true);
+  /// Gradient accumulation without communication, for all micro-batches but the last. All ranks must do the same.
+  ReplicaNoSync no_sync();
+  /// Ranks and buckets, as text for people.
   std::string explain() const;
-  /// After an exception in a step: drops what it left behind.
+  /// After an exception in a step: drops the gradients and reductions that it left behind. Happens by itself at the
+  /// next backward. Collective in effect: all ranks of a failed step must do it.
   void reset();
 
  private:
@@ -48,15 +65,21 @@ class ReplicatedModel {
 };
 
 /// Keeps the whole model on each rank and averages gradients over the mesh while backward runs, bucket by bucket in an
-/// order agreed beforehand. Collective.
-ReplicatedModel replicate(torch::nn::Module& model, ReplicateOptions options);
-ReplicatedModel replicate(torch::jit::Module& model, ReplicateOptions options);
+/// order agreed beforehand. Collective. Keep the result as long as the model trains: without it a backward throws.
+///
+/// @throws ValueError for options out of range, and for a model that fully_shard() has sharded; IncompatibleStateError
+///         when the ranks' models differ, naming the first parameter that does.
+/// Cost: one broadcast of the model (with sync_module_states).
+[[nodiscard]] ReplicatedModel replicate(torch::nn::Module& model, ReplicateOptions options);
+/// The same for TorchScript.
+[[nodiscard]] ReplicatedModel replicate(torch::jit::Module& model, ReplicateOptions options);
 
+/// For module holders (TORCH_MODULE): replicate(gpt, ...).
 template <class Holder>
   requires requires(Holder& holder) {
     holder.ptr();
   }
-ReplicatedModel replicate(Holder& holder, ReplicateOptions options) {
+[[nodiscard]] ReplicatedModel replicate(Holder& holder, ReplicateOptions options) {
   return replicate(static_cast<torch::nn::Module&>(*holder.ptr()), std::move(options));
 }
 

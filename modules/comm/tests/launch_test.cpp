@@ -200,6 +200,7 @@ std::vector<std::string>& error_lines() {
 /// What the launcher itself says is wrong while `script` runs.
 std::vector<std::string> errors_of(const std::string& script, int expected_code) {
   error_lines().clear();
+  log::set_rank(-1); // other cases in this process may have been ranks
   log::set_sink([](log::Level level, int rank, std::string_view text) {
     if (level >= log::Level::kWarn) {
       error_lines().push_back((rank >= 0 ? "as a rank: " : "") + std::string(text));

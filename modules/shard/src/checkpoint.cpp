@@ -117,6 +117,29 @@ struct Kept : torch::CustomClassHolder {
   std::vector<std::pair<std::vector<std::int64_t>, std::optional<at::ScalarType>>> outputs; ///< Sizes and dtypes.
 };
 
+/// Puts back what the first run found, and at its end what was there now, also after an exception.
+class AsInForward {
+ public:
+  AsInForward(Kept& kept, const variable_list& inputs) {
+    if (kept.rng) {
+      rng_now_.emplace(inputs);
+      kept.rng->restore();
+    }
+    kept.autocast.apply();
+  }
+  AsInForward(const AsInForward&) = delete;
+  ~AsInForward() {
+    autocast_now_.apply();
+    if (rng_now_) {
+      rng_now_->restore();
+    }
+  }
+
+ private:
+  Autocast autocast_now_;
+  std::optional<RngState> rng_now_;
+};
+
 variable_list detached(const variable_list& inputs, const std::vector<bool>& requires_grad) {
   variable_list result;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -164,8 +187,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     TORCH_CHECK_NOT_IMPLEMENTED(
         !at::GradMode::is_enabled(),
         "[checkpoint] create_graph through a checkpoint is not supported: its backward is a recomputation, not a "
-        "graph; "
-        "call the function without checkpoint() there");
+        "graph; call the function without checkpoint() there");
     const auto kept = c10::static_intrusive_pointer_cast<Kept>(context->saved_data["kept"].toCapsule());
     const auto saved = context->get_saved_variables();
     const auto num_inputs = kept->input_requires_grad.size();
@@ -175,23 +197,8 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     variable_list outputs;
     {
       const at::AutoGradMode grad_mode(true);
-      const Autocast outside;
-      RngState rng_outside(inputs);
-      kept->autocast.apply();
-      if (kept->rng) {
-        kept->rng->restore();
-      }
-      try {
-        outputs = kept->function(inputs);
-      } catch (...) {
-        outside.apply();
-        rng_outside.restore();
-        throw;
-      }
-      outside.apply();
-      if (kept->rng) {
-        rng_outside.restore();
-      }
+      const AsInForward as_in_forward(*kept, inputs);
+      outputs = kept->function(inputs);
     }
     TORCH_CHECK_VALUE(
         shapes_of(outputs) == kept->outputs,

@@ -150,7 +150,9 @@ class Pins {
     }
     std::unordered_set<const Unit*> units;
     for (const auto& [engine, flat] : pinned_) {
-      units.insert(flat->unit);
+      if (!flat->unit->in_place) { // those in place are in memory anyway
+        units.insert(flat->unit);
+      }
     }
     pinned_.front().first->note_width(schema_.name(), units.size());
   }

@@ -34,7 +34,8 @@ struct Faults {
 /// order: engine, then whatever the communicator locks; no call goes from the communicator into the engine. Two threads
 /// must not use one model at the same time; on CPU the second is refused while a backward runs.
 ///
-/// In three files: engine.cpp (use, backward), engine_checks.cpp (what is refused), full_parameters.cpp (the scope).
+/// In four files: engine.cpp (use, backward), engine_control.cpp (what users switch), engine_checks.cpp (what is refused),
+/// full_parameters.cpp (the scope).
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   Engine(ShardOptions options, std::vector<std::unique_ptr<Unit>> units);
@@ -84,6 +85,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void set_ignored(std::vector<std::pair<std::string, at::Tensor>> parameters) {
     ignored_ = std::move(parameters);
   }
+  const std::vector<std::pair<std::string, at::Tensor>>& ignored() const {
+    return ignored_;
+  }
+  void set_optimizer_in_backward(std::function<void(const std::string& name, at::Tensor& leaf)> function);
+  /// Drops gradients that were accumulated without being reduced.
+  void drop_unsynced();
   void reset();
   Residency residency() const;
   ShardStats stats() const;
@@ -131,7 +138,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
  private:
   friend class GradientReducer;
-  friend class ShardedModel;
   friend class ResidentSet;
 
   Pass current_pass() const;

@@ -88,6 +88,23 @@ void Engine::set_sync(const std::vector<int>& units, bool sync) {
   }
 }
 
+void Engine::set_optimizer_in_backward(std::function<void(const std::string& name, at::Tensor& leaf)> function) {
+  const std::lock_guard lock(mutex_);
+  optimizer_in_backward_ = std::move(function);
+}
+
+void Engine::drop_unsynced() {
+  const std::lock_guard lock(mutex_);
+  for (auto& unit : units_) {
+    for (auto& flat : unit->flats) {
+      flat->unsynced = at::Tensor();
+      for (auto& member : flat->members) {
+        member.unsynced = false;
+      }
+    }
+  }
+}
+
 void Engine::enter_no_sync() {
   const std::lock_guard lock(mutex_);
   ++no_sync_scopes_;

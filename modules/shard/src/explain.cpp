@@ -71,15 +71,19 @@ std::string ShardedModel::explain() const {
     text += fmt::format(
         "  {:<28} {:>12} {:>12} {:>12}  {}\n", unit->name, numel, bytes_text(unit->bytes), bytes_text(shard), dtypes);
   }
-  const auto frames = options.strategy == Strategy::kNoShard ? 0 : engine.num_frames() * engine.frame_bytes();
+  const bool gathers =
+      std::any_of(engine.units().begin(), engine.units().end(), [](const auto& unit) { return !unit->in_place; });
+  const auto num_frames = gathers ? engine.num_frames() : 0;
+  const auto frames = num_frames * engine.frame_bytes();
   text += fmt::format(
-      "  frames: {} ({} + {} prefetch) of {}\n", options.strategy == Strategy::kNoShard ? 0 : engine.num_frames(),
-      options.frames, options.prefetch, bytes_text(engine.frame_bytes()));
+      "  frames: {} ({} + {} prefetch) of {}\n", num_frames, options.frames, options.prefetch,
+      bytes_text(engine.frame_bytes()));
   text += fmt::format(
-      "  expected peak on this rank without activations: {} = shards {} + gradients {} + AdamW state {} + {} {} + "
-      "reduce buffers {}\n",
+      "  expected peak on this rank without activations: {} = shards {} + gradients {} + AdamW state {} + frames {}{} "
+      "+ reduce buffers {}\n",
       bytes_text(shard_bytes + 3 * trainable + frames + kept + buffers), bytes_text(shard_bytes), bytes_text(trainable),
-      bytes_text(2 * trainable), kept ? "kept units" : "frames", bytes_text(kept ? kept : frames), bytes_text(buffers));
+      bytes_text(2 * trainable), bytes_text(frames), kept ? " + kept units " + bytes_text(kept) : std::string(),
+      bytes_text(buffers));
   if (largest_unit && total > 0 && largest > total * 0.6 && options.strategy != Strategy::kNoShard &&
       engine.group().size() > 1) {
     text += fmt::format(

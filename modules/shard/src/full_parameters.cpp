@@ -43,6 +43,7 @@ void Engine::begin_full_parameters(const FullParametersOptions& options) {
   drop_failed_backward();
   const at::NoGradGuard no_grad;
   current_ = nullptr;
+  resident_.drop_near_slices(); // the scope may change what they are copies of
   for (auto& unit : units_) {
     if (unit->in_place) {
       for (auto& flat : unit->flats) {

@@ -145,12 +145,11 @@ void GradientReducer::abandon() {
     buffer = at::Tensor();
   }
   num_buffers_ = static_cast<std::int64_t>(free_buffers_.size());
+  engine_.drop_unsynced();
   for (const auto& unit : engine_.units()) {
     for (auto& flat : unit->flats) {
-      flat->unsynced = at::Tensor();
-      for (auto& member : flat->members) {
-        member.unsynced = false;
-        if (flat->requires_grad) {
+      if (flat->requires_grad) {
+        for (auto& member : flat->members) {
           member.parameter.mutable_grad() = at::Tensor();
         }
       }

@@ -45,11 +45,11 @@ std::vector<at::Tensor> ShardedModel::parameters() const {
 }
 
 std::vector<std::pair<std::string, at::Tensor>> ShardedModel::ignored_parameters() const {
-  return engine_->ignored_;
+  return engine_->ignored();
 }
 
 void ShardedModel::set_optimizer_in_backward(std::function<void(const std::string& name, at::Tensor& leaf)> function) {
-  engine_->optimizer_in_backward_ = std::move(function);
+  engine_->set_optimizer_in_backward(std::move(function));
 }
 
 double ShardedModel::clip_grad_norm_(double max_norm, double norm_type) {
@@ -66,6 +66,7 @@ double ShardedModel::clip_grad_norm_(double max_norm, double norm_type) {
 }
 
 void ShardedModel::zero_grad(bool set_to_none) {
+  engine_->drop_unsynced();
   for_each_flat(*engine_, [&](FlatParameter& flat) {
     for (auto& member : flat.members) {
       auto& grad = member.leaf.mutable_grad();

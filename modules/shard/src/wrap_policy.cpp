@@ -5,7 +5,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <memory>
 #include <set>
 #include <string_view>
 #include <utility>
@@ -38,12 +37,12 @@ WrapPolicy wrap_by_size(std::int64_t min_numel) {
 }
 
 WrapPolicy wrap_by_class(std::vector<std::string> class_names) {
-  auto found = std::make_shared<bool>(false); // in this model, whose root is shown last
-  return [class_names = std::move(class_names), found](const ModuleInfo& info) {
+  // Kept in the policy itself: copies of it, for ranks that are threads, do not meet.
+  return [class_names = std::move(class_names), found = false](const ModuleInfo& info) mutable {
     const bool wanted = std::any_of(
         class_names.begin(), class_names.end(), [&](const auto& asked) { return names_class(info.class_name, asked); });
-    *found = *found || wanted;
-    if (info.depth == 0 && !std::exchange(*found, false)) {
+    found = found || wanted;
+    if (info.depth == 0 && !std::exchange(found, false)) { // the root is shown last
       log::warn(
           "wrap_by_class: the model has no module of class '{}'{}, so that only the root is a unit; its own class is "
           "'{}'",
@@ -56,18 +55,18 @@ WrapPolicy wrap_by_class(std::vector<std::string> class_names) {
 
 WrapPolicy wrap_by_name(std::vector<std::string> names) {
   // Modules are shown children first and the root last: what has not been seen by then is not in the model.
-  auto unseen = std::make_shared<std::set<std::string>>(names.begin(), names.end());
-  return [names = std::move(names), unseen](const ModuleInfo& info) {
-    unseen->erase(info.name);
-    if (info.depth == 0 && !unseen->empty()) {
-      const auto missing = *unseen->begin();
-      unseen->insert(names.begin(), names.end());
+  std::set<std::string> unseen(names.begin(), names.end());
+  return [names = std::move(names), unseen = std::move(unseen)](const ModuleInfo& info) mutable {
+    unseen.erase(info.name);
+    if (info.depth == 0 && !unseen.empty()) {
+      const auto missing = *unseen.begin();
+      unseen.insert(names.begin(), names.end());
       TORCH_CHECK_VALUE(
           false, "[wrap_by_name] expected names of modules of the model, got '", missing,
           "', which is not among them; see model.named_modules()");
     }
     if (info.depth == 0) {
-      unseen->insert(names.begin(), names.end()); // for the next model
+      unseen.insert(names.begin(), names.end()); // for the next model
     }
     return std::find(names.begin(), names.end(), info.name) != names.end();
   };

@@ -6,6 +6,7 @@
 namespace ebb::shard {
 namespace {
 
+using test::expect_parameters;
 using test::make_subject;
 using test::run_reference;
 using test::shard_subject;
@@ -59,11 +60,7 @@ TEST_P(Equality, LossesGradientsAndParametersAreBitEqualToOneUnshardedProcess) {
     }
     auto scope = model.full_parameters({.writeback = false});
     const std::lock_guard lock(mutex);
-    const auto parameters = subject.parameters();
-    ASSERT_EQ(parameters.size(), reference.parameters.size());
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      EXPECT_TRUE(at::equal(parameters[i].second, reference.parameters[i].second)) << parameters[i].first;
-    }
+    expect_parameters(subject, reference);
   });
 }
 
@@ -100,10 +97,7 @@ TEST_P(ReplicateEquality, LossesGradientsAndParametersAreBitEqualToOneUnshardedP
       optimizer.zero_grad();
     }
     const std::lock_guard lock(mutex);
-    const auto parameters = subject.parameters();
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      EXPECT_TRUE(at::equal(parameters[i].second, reference.parameters[i].second)) << parameters[i].first;
-    }
+    expect_parameters(subject, reference);
   });
 }
 

@@ -145,7 +145,7 @@ TEST(Errors, ShardingTwiceIsRefused) {
   auto chain = make_chain(2);
   auto model = fully_shard(chain, one_rank());
   EXPECT_THAT(error_of([&] { (void)fully_shard(chain, one_rank()); }), HasSubstr("sharded already"));
-  EXPECT_THAT(error_of([&] { replicate(chain, {.mesh = comm::Mesh(comm::single())}); }), HasSubstr("choose one"));
+  EXPECT_THAT(error_of([&] { (void)replicate(chain, {.mesh = comm::Mesh(comm::single())}); }), HasSubstr("choose one"));
 }
 
 TEST(Errors, TheModelWithoutItsShardedModelSaysSo) {
@@ -303,6 +303,16 @@ TEST(Errors, AnOperatorOverAllUnitsIsWarnedOfOnce) {
   }
   log::set_sink(nullptr);
   EXPECT_THAT(lines, testing::ElementsAre(AllOf(HasSubstr("aten::_foreach_norm"), HasSubstr("6 units at once"))));
+
+  lines.clear();
+  log::set_sink([](log::Level, int, std::string_view text) { lines.emplace_back(text); });
+  auto whole_chain = make_chain(6);
+  auto options = one_rank();
+  options.strategy = Strategy::kNoShard; // in memory anyway
+  auto whole = fully_shard(whole_chain, options);
+  at::_foreach_norm(whole_chain->parameters());
+  log::set_sink(nullptr);
+  EXPECT_THAT(lines, testing::IsEmpty());
 }
 
 TEST(Errors, ResetAfterAFailedForwardLeavesNothingUnsharded) {

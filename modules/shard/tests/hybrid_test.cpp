@@ -6,6 +6,7 @@
 namespace ebb::shard {
 namespace {
 
+using test::expect_parameters;
 using test::make_chain;
 using test::make_subject;
 using test::run_reference;
@@ -38,10 +39,7 @@ TEST_P(Hybrid, IsBitEqualToOneUnshardedProcessThatSumsGroupByGroup) {
     }
     auto scope = model.full_parameters({.writeback = false});
     const std::lock_guard lock(mutex);
-    const auto parameters = subject.parameters();
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      EXPECT_TRUE(at::equal(parameters[i].second, reference.parameters[i].second)) << parameters[i].first;
-    }
+    expect_parameters(subject, reference);
   });
 }
 

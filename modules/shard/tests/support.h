@@ -37,6 +37,15 @@ std::string error_of(Action action) {
   return "";
 }
 
+/// Inside a full-parameter scope, or where parameters are whole: bit-equal to the reference's last ones.
+inline void expect_parameters(const Subject& subject, const Reference& reference) {
+  const auto parameters = subject.parameters();
+  ASSERT_EQ(parameters.size(), reference.parameters.size());
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    EXPECT_TRUE(at::equal(parameters[i].second, reference.parameters[i].second)) << parameters[i].first;
+  }
+}
+
 /// A chain of `layers` square Linears, each a unit of its own: "0", "1", ...
 inline torch::nn::Sequential make_chain(int layers, std::int64_t width = 8) {
   static std::mutex mutex; // ranks are threads and share the default generator

@@ -100,6 +100,26 @@ TEST(ReshardAfterForward, AnIntegerGathersBackwardWithinNeighbours) {
   });
 }
 
+TEST(ReshardAfterForward, WhatAnIntegerKeepsIsNotUsedAfterAWrite) {
+  ebb::test::spawn_ranks(4, [](const auto& group) {
+    auto chain = make_chain(3);
+    auto options = over(group);
+    options.frames = 1;
+    options.prefetch = 0;
+    options.unit_options = [](const ModuleInfo&) { return UnitOptions{.reshard_after_forward = 2}; };
+    auto model = fully_shard(chain, options);
+    chain->forward(at::ones({2, 8}).set_requires_grad(true)); // no backward follows
+    {
+      const auto scope = model.full_parameters();
+      const at::NoGradGuard no_grad;
+      for (auto& parameter : chain->parameters()) {
+        parameter.zero_();
+      }
+    }
+    EXPECT_TRUE(at::equal(chain->forward(at::ones({2, 8})), at::zeros({2, 8})));
+  });
+}
+
 TEST(ReshardAfterForward, AnIntegerMustDivideTheRanks) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto chain = make_chain(2);

@@ -28,7 +28,8 @@ namespace ebb::shard {
 
 class Engine;
 
-/// What is kept unsharded, and for how long. Names as in PyTorch FSDP; ZeRO stages in brackets.
+/// What is kept unsharded, and for how long. Names as in PyTorch FSDP; ZeRO stages in brackets. On a mesh with a
+/// "replicate" axis the first two are their hybrid forms, as in FSDP2; the hybrid names insist on such a mesh.
 enum class Strategy {
   kFullShard, ///< Parameters, gradients and optimizer state sharded; parameters gathered again for backward (ZeRO-3).
   kShardGradOp, ///< Parameters stay gathered from forward to the end of backward (ZeRO-2).
@@ -179,7 +180,8 @@ class ShardedModel {
   /// @return The norm before clipping, the same on all ranks.
   double clip_grad_norm_(double max_norm, double norm_type = 2.0);
 
-  /// Drops (or zeroes) the gradients of all shards.
+  /// Drops (or zeroes) the gradients of all shards, and drops what no_sync() has accumulated. An optimizer's own
+  /// zero_grad() sees the shards alone.
   void zero_grad(bool set_to_none = true);
 
   /// Gradient accumulation without communication: `{ auto scope = model.no_sync(); loss.backward(); }` for all

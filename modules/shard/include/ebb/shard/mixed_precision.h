@@ -31,10 +31,6 @@ struct MixedPrecision {
   bool cast_forward_inputs = true;
   /// Modules whose parameters and buffers keep their dtype.
   WrapPolicy keep_full = is_normalisation;
-
-  bool any() const {
-    return param_dtype || reduce_dtype || buffer_dtype || output_dtype;
-  }
 };
 
 /// "fp32": everything float32. "bf16": bfloat16 parameters and buffers, float32 reduction and outputs. "fp16": the same

@@ -128,6 +128,34 @@ TEST(NoSync, AddsToGradientsThatEarlierBackwardsReduced) {
   });
 }
 
+TEST(NoSync, AParameterThatTheLastMicroBatchDoesNotUseIsReducedAllTheSame) {
+  ebb::test::spawn_ranks(2, [](const auto& group) {
+    const auto loss_of = [](torch::nn::Sequential& layers, int rank, bool all) {
+      auto x = layers->at<torch::nn::LinearImpl>(0).forward(at::full({2, 8}, 1.0 + rank));
+      return (all ? layers->at<torch::nn::LinearImpl>(1).forward(x) : x).pow(2).mean();
+    };
+    auto plain = test::make_chain(2);
+    for (int rank = 0; rank < 2; ++rank) {
+      ((loss_of(plain, rank, true) + loss_of(plain, rank, false)) / 2).backward();
+    }
+    auto chain = test::make_chain(2);
+    auto model = fully_shard(chain, {.mesh = comm::Mesh(group), .wrap = wrap_by_size(1)});
+    {
+      const auto scope = model.no_sync();
+      loss_of(chain, group->rank(), true).backward();
+    }
+    loss_of(chain, group->rank(), false).backward();
+    const auto layout = model.layout();
+    for (std::size_t i = 0; i < 4; ++i) {
+      const auto& grad = model.parameters()[i].grad();
+      ASSERT_TRUE(grad.defined()) << layout[i].name;
+      const auto begin = layout[i].slices.empty() ? 0 : layout[i].slices[0].begin;
+      const auto expected = plain->parameters()[i].grad().flatten().narrow(0, begin, grad.numel());
+      EXPECT_TRUE(at::allclose(grad, expected, 1e-5, 1e-7)) << layout[i].name;
+    }
+  });
+}
+
 TEST(NoSync, WhatZeroGradDropsDoesNotComeBack) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     const auto expected = expected_gradients("mlp", 2);

@@ -70,6 +70,22 @@ TEST(HybridShard, ReducesInsideAndThenAcrossOnceAUnit) {
   });
 }
 
+TEST(HybridShard, HalfSumsStayFiniteBetweenTheTwoCollectives) {
+  ebb::test::spawn_ranks(4, [](const auto& group) {
+    auto chain = make_chain(1);
+    const auto mesh = comm::Mesh::replicate_by_shard(group, 2, 2);
+    auto model = fully_shard(
+        chain, {.mesh = mesh,
+                .strategy = Strategy::kHybridShard,
+                .wrap = wrap_by_size(1),
+                .mixed_precision = {.reduce_dtype = at::kHalf}});
+    (chain->forward(at::ones({1, 8})) * 40000).sum().backward(); // two of these are beyond float16's 65504
+    for (const auto& leaf : model.parameters()) {
+      EXPECT_TRUE(at::equal(leaf.grad(), at::full_like(leaf, 40000).detach())) << leaf.grad();
+    }
+  });
+}
+
 TEST(HybridShard, NeedsAMeshOfTwoAxes) {
   auto chain = make_chain(1);
   EXPECT_THAT(

@@ -145,20 +145,21 @@ int train(const TrainCommandOptions& options, bool trust_code, const std::shared
   const auto status = job.advance({.steps = {}, .seconds = options.run.seconds});
   RunSummary summary;
   if (!status.finished && !job.stop_agreed()) { // out of time: end as a whole run does
-    summary.outcome = "out of time";
     if (corpus->num_windows(data::Split::kValidation) > 0) {
-      kept->on_metrics(status.step, {{"eval/loss", job.evaluate()}});
+      const auto loss = job.evaluate();
+      if (!job.stop_agreed()) {
+        kept->on_metrics(status.step, {{"eval/loss", loss}});
+      }
     }
-    if (options.train.sample_length > 0) {
+    if (options.train.sample_length > 0 && !job.stop_agreed()) {
       kept->sample = job.sample();
     }
-    job.stop();
-  } else if (job.stop_agreed() && !status.finished) {
-    summary.outcome = fmt::format("stopped by signal {}", first_signal(*world, signals.received()));
-    job.stop();
-  } else {
-    summary.outcome = "done";
   }
+  const bool stopped = !status.finished && job.stop_agreed();
+  summary.outcome = status.finished ? "done"
+                    : stopped       ? fmt::format("stopped by signal {}", first_signal(*world, signals.received()))
+                                    : "out of time";
+  job.stop();
 
   summary.model = spread.description;
   summary.strategy = options.parallel.strategy;
@@ -185,7 +186,7 @@ int train(const TrainCommandOptions& options, bool trust_code, const std::shared
               << std::endl;
   }
   world->barrier();
-  if (job.stop_agreed() && !status.finished) {
+  if (stopped) {
     if (first) {
       std::cerr << "ebb: " << summary.outcome << " after step " << summary.steps
                 << "; the training state was not saved, as checkpoints are not there yet" << std::endl;

@@ -164,12 +164,15 @@ void TrainJob::report(const StepInfo& measured) {
 }
 
 void TrainJob::evaluate_and_sample_when_due() {
+  if (stop_agreed_) {
+    return;
+  }
   const auto& options = setup_.options;
   const auto due = [&](std::int64_t every) { return step_ == options.steps || (every > 0 && step_ % every == 0); };
   if (due(options.eval_every) && setup_.corpus->num_windows(data::Split::kValidation) > 0) {
     const double loss = evaluate();
     if (stop_agreed_) {
-      return; // perhaps in the middle of it
+      return; // in the middle of it
     }
     const std::map<std::string, double> result{{"eval/loss", loss}};
     metrics_["eval/loss"] = result.at("eval/loss");
@@ -195,7 +198,7 @@ double TrainJob::evaluate() {
   double sum = 0;
   for (std::int64_t first = 0; first < count; first += global_batch) {
     if (first / global_batch % kBatchesBetweenStops == kBatchesBetweenStops - 1 && agree_to_stop()) {
-      break;
+      return std::numeric_limits<double>::quiet_NaN();
     }
     const auto begin = first + options.batch * world.rank();
     const auto end = std::min(begin + options.batch, count);

@@ -212,6 +212,28 @@ TEST(TrainJob, StopsInTheMiddleOfALongSampleOrEvaluation) {
   }
 }
 
+TEST(TrainJob, NeitherEvaluatesNorSamplesOnceAStopIsAgreed) {
+  const ebb::test::TemporaryFolder folder;
+  auto options = tiny_options();
+  options.eval_every = options.sample_every = 1;
+  TrainingRun run(tiny_corpus(folder), options);
+  run.job->request_stop();
+  EXPECT_EQ(run.job->advance({}).step, 1);
+  EXPECT_THAT(run.recorder->evaluations, ElementsAre());
+  EXPECT_THAT(run.recorder->texts, ElementsAre());
+}
+
+TEST(TrainJob, GivesNoLossOfAnEvaluationCutShort) {
+  const ebb::test::TemporaryFolder folder;
+  auto options = tiny_options();
+  options.batch = 1;
+  options.eval_batches = 0;
+  TrainingRun run(tiny_corpus(folder, 0.5), options);
+  run.job->request_stop();
+  EXPECT_TRUE(std::isnan(run.job->evaluate()));
+  EXPECT_TRUE(run.job->stop_agreed());
+}
+
 TEST(TrainJob, NamesTheStepWhoseLossIsNotFinite) {
   const ebb::test::TemporaryFolder folder;
   auto model = test::TinyModel(1, 0.0);

@@ -77,12 +77,13 @@ class TrainJob final : public Job {
   void request_stop() noexcept {
     stop_asked_.store(true, std::memory_order_relaxed);
   }
-  /// Whether an advance ended because some rank asked. The same on all ranks.
+  /// Whether an advance, an evaluation or a sample ended because some rank asked. The same on all ranks.
   bool stop_agreed() const {
     return stop_agreed_;
   }
 
-  /// Mean loss over the validation windows that the options name, in nats a token. NaN when there are none. Collective.
+  /// Mean loss over the validation windows that the options name, in nats a token. NaN when there are none, and when some
+  /// rank was asked to stop before the last of them: stop_agreed() tells. Collective.
   double evaluate();
 
   /// Text the model writes now. Collective; the same on all ranks.

@@ -4,8 +4,10 @@
 #include "ebb/base/error.h"
 #include "ebb/base/log.h"
 #include "ebb/comm/init.h"
+#include "ebb/shard/deferred_init.h"
 #include "engine.h"
 #include "module_tree.h"
+#include "recording.h"
 #include "sync.h"
 
 #include <torch/csrc/jit/passes/tensorexpr_fuser.h>
@@ -16,6 +18,7 @@
 #include <cmath>
 #include <initializer_list>
 #include <map>
+#include <unordered_map>
 
 namespace ebb::shard {
 namespace {
@@ -167,8 +170,48 @@ std::string settings_of(const ShardOptions& options) {
       options.gradient_divide_factor.value_or(0), ", dtypes", dtypes_of(options.mixed_precision));
 }
 
+// Every rank draws rank 0's random numbers: what broadcast_from_rank0() is to a model that has its values.
+void adopt_seeds(Recording& recording, comm::Communicator& world) {
+  auto states = recording.seeds();
+  for (auto& state : states) {
+    state = world.exchange(state).front();
+  }
+  recording.set_seeds(states);
+}
+
+// Gives the units' shards their values by replaying the model's construction; other tensors of the model keep theirs.
+void fill_from(Recording& recording, const std::vector<std::unique_ptr<Unit>>& units) {
+  struct Place {
+    FlatParameter* flat;
+    const Member* member;
+  };
+  std::unordered_map<const c10::StorageImpl*, std::vector<Place>> places;
+  for (const auto& unit : units) {
+    for (const auto& flat : unit->flats) {
+      flat->make_shard();
+      for (const auto& member : flat->members) {
+        if (recording.pending(member.parameter)) {
+          places[member.parameter.storage().unsafeGetStorageImpl()].push_back({flat.get(), &member});
+        } else {
+          flat->fill(member, member.parameter, unit->group->rank());
+        }
+      }
+    }
+  }
+  recording.replay([&](const c10::Storage& storage) {
+    const auto found = places.find(storage.unsafeGetStorageImpl());
+    if (found == places.end()) {
+      return true;
+    }
+    for (const auto& [flat, member] : found->second) {
+      flat->fill(*member, member->parameter, flat->unit->group->rank());
+    }
+    return false;
+  });
+}
+
 template <class Model>
-ShardedModel shard(Model& model, ShardOptions options) {
+ShardedModel shard(Model& model, ShardOptions options, Recording* recording = nullptr) {
   check_options(options);
   const auto tree = ModuleTree::of(model);
   for (const auto& node : tree.nodes) {
@@ -180,13 +223,23 @@ ShardedModel shard(Model& model, ShardOptions options) {
     }
   }
   const auto ignored = ignored_parameters(tree, options.ignored, options.ignored_parameters);
-  const auto plans = plan_units(tree, options.wrap, options.mixed_precision.keep_full, ignored);
-  check_same_model("fully_shard", tree, settings_of(options), names_of(plans), *options.mesh.world());
+  const auto plans =
+      plan_units(tree, options.wrap, options.mixed_precision.keep_full, ignored, /*deferred=*/recording != nullptr);
+  auto settings = settings_of(options);
+  if (recording) {
+    settings += ", deferred_init() of " + recording->summary();
+  }
+  check_same_model("fully_shard", tree, settings, names_of(plans), *options.mesh.world());
   TORCH_CHECK_VALUE(
       !plans.empty(),
       "[fully_shard] expected a model with parameters to shard, got none; register them with "
       "register_parameter(), and do not ignore all of them");
-  if (options.sync_module_states) {
+  if (!recording) {
+    check_aliases(tree, plans);
+  }
+  if (options.sync_module_states && recording) {
+    adopt_seeds(*recording, *options.mesh.world());
+  } else if (options.sync_module_states) {
     broadcast_from_rank0(tree, *options.mesh.world());
   }
   install_fallback();
@@ -197,6 +250,10 @@ ShardedModel shard(Model& model, ShardOptions options) {
   std::vector<std::unique_ptr<Unit>> units;
   for (const auto& plan : plans) {
     units.push_back(make_unit(plan, static_cast<int>(units.size()), options));
+  }
+  if (recording) {
+    fill_from(*recording, units);
+    check_aliases(tree, plans);
   }
   convert_buffers(tree, options.mixed_precision);
   auto engine = std::make_shared<Engine>(std::move(options), std::move(units));
@@ -227,6 +284,10 @@ std::string_view name_of(Strategy strategy) {
 
 ShardedModel fully_shard(torch::nn::Module& model, ShardOptions options) {
   return shard(model, std::move(options));
+}
+
+ShardedModel fully_shard(torch::nn::Module& model, Recording& recording, ShardOptions options) {
+  return shard(model, std::move(options), &recording);
 }
 
 ShardedModel fully_shard(torch::jit::Module& model, ShardOptions options) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <tuple>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -56,18 +57,27 @@ int add(ModuleTree& tree, torch::jit::Module module, const std::string& name, in
 
 // Where a parameter's bytes lie, to find parameters that overlap without being the same tensor.
 struct Extent {
+  const c10::StorageImpl* space; ///< nullptr: begin is an address; else within a storage that has no memory yet.
   std::uintptr_t begin;
   std::uintptr_t end;
   std::string name;
 };
 
-void check_parameter(const std::string& name, const at::Tensor& tensor) {
+bool has_memory(const at::Tensor& tensor) {
+  return tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() != nullptr;
+}
+
+void check_parameter(const std::string& name, const at::Tensor& tensor, bool deferred) {
   TORCH_CHECK_VALUE(
       !tensor.is_sparse() && tensor.layout() == c10::kStrided, "[fully_shard] expected dense parameters, got '", name,
       "' with layout ", tensor.layout(), "; keep it out of the model's parameters");
   TORCH_CHECK_VALUE(
       !tensor.is_meta(), "[fully_shard] '", name,
-      "' is on the meta device and has no values; initialise the model before sharding it");
+      "' is on the meta device and has no values; initialise the model before sharding it, or build it by "
+      "ebb::deferred_init() and shard what that returns");
+  TORCH_CHECK_VALUE(
+      deferred || tensor.numel() == 0 || has_memory(tensor), "[fully_shard] '", name,
+      "' has no values yet, since the model comes from ebb::deferred_init(); pass what that returned, not its model()");
   TORCH_CHECK_VALUE(
       tensor.is_leaf(), "[fully_shard] '", name,
       "' is not a leaf: it was computed from other tensors; register the tensor it is computed from");
@@ -77,26 +87,16 @@ void check_parameter(const std::string& name, const at::Tensor& tensor) {
 }
 
 void check_overlaps(std::vector<Extent> extents) {
-  std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) {
+    return std::tie(a.space, a.begin) < std::tie(b.space, b.begin);
+  });
   for (std::size_t i = 1; i < extents.size(); ++i) {
     TORCH_CHECK_VALUE(
-        extents[i].begin >= extents[i - 1].end, "[fully_shard] parameters '", extents[i - 1].name, "' and '",
-        extents[i].name,
+        extents[i].space != extents[i - 1].space || extents[i].begin >= extents[i - 1].end,
+        "[fully_shard] parameters '", extents[i - 1].name, "' and '", extents[i].name,
         "' are different tensors on the same memory and cannot be sharded apart; to tie weights register the same "
         "tensor in both modules, otherwise clone one");
   }
-}
-
-// A view that somebody kept would go on showing bytes that nobody updates any more.
-void check_aliases(
-    const UnitPlan::Parameter& parameter, const std::unordered_map<const c10::StorageImpl*, int>& holders) {
-  const auto& storage = parameter.tensor.storage();
-  const auto known = holders.at(storage.unsafeGetStorageImpl());
-  TORCH_CHECK_VALUE(
-      static_cast<int>(storage.use_count()) <= known, "[fully_shard] '", parameter.names.front(), "' has ",
-      storage.use_count() - known,
-      " alias(es) outside the model's parameters (a kept view such as weight.t(), a detach(), a live autograd graph, "
-      "or a buffer on the same memory); they would not see later updates. Drop them, or make them after fully_shard()");
 }
 
 } // namespace
@@ -145,10 +145,9 @@ std::vector<std::pair<std::string, at::Tensor>> ignored_parameters(
 
 std::vector<UnitPlan> plan_units(
     const ModuleTree& tree, const WrapPolicy& policy, const WrapPolicy& keep_full,
-    const std::vector<std::pair<std::string, at::Tensor>>& ignored) {
+    const std::vector<std::pair<std::string, at::Tensor>>& ignored, bool deferred) {
   // Distinct tensors in module order, each with every name it is registered under.
   std::unordered_map<const c10::TensorImpl*, std::vector<std::string>> names;
-  std::unordered_map<const c10::StorageImpl*, int> holders;
   std::vector<Extent> extents;
   std::unordered_set<const c10::TensorImpl*> full;
   for (const auto& node : tree.nodes) {
@@ -162,15 +161,16 @@ std::vector<UnitPlan> plan_units(
       if (all.size() > 1) {
         continue;
       }
-      check_parameter(name, tensor);
-      ++holders[tensor.storage().unsafeGetStorageImpl()];
+      check_parameter(name, tensor, deferred);
       if (tensor.numel() > 0) {
-        const auto begin = reinterpret_cast<std::uintptr_t>(tensor.data_ptr());
+        const auto* space = has_memory(tensor) ? nullptr : tensor.storage().unsafeGetStorageImpl();
+        const auto begin = space ? static_cast<std::uintptr_t>(tensor.storage_offset() * tensor.element_size())
+                                 : reinterpret_cast<std::uintptr_t>(tensor.data_ptr());
         std::int64_t span = 1;
         for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
           span += (tensor.size(dim) - 1) * tensor.stride(dim);
         }
-        extents.push_back({begin, begin + span * tensor.element_size(), name});
+        extents.push_back({space, begin, begin + span * tensor.element_size(), name});
       }
     }
   }
@@ -214,11 +214,34 @@ std::vector<UnitPlan> plan_units(
     }
     for (const auto& parameter : untaken) {
       taken.insert(parameter.tensor.unsafeGetTensorImpl());
-      check_aliases(parameter, holders);
     }
     units.push_back({root ? "(root)" : node.name, info, std::move(untaken)});
   }
   return units;
+}
+
+void check_aliases(const ModuleTree& tree, const std::vector<UnitPlan>& plans) {
+  std::unordered_map<const c10::StorageImpl*, int> holders;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const auto& node : tree.nodes) {
+    for (const auto& [name, tensor] : node.parameters) {
+      if (seen.insert(tensor.unsafeGetTensorImpl()).second) {
+        ++holders[tensor.storage().unsafeGetStorageImpl()];
+      }
+    }
+  }
+  for (const auto& plan : plans) {
+    for (const auto& parameter : plan.parameters) {
+      const auto& storage = parameter.tensor.storage();
+      const auto known = holders.at(storage.unsafeGetStorageImpl());
+      TORCH_CHECK_VALUE(
+          static_cast<int>(storage.use_count()) <= known, "[fully_shard] '", parameter.names.front(), "' has ",
+          storage.use_count() - known,
+          " alias(es) outside the model's parameters (a kept view such as weight.t(), a detach(), a live autograd "
+          "graph, or a buffer on the same memory); they would not see later updates. Drop them, or make them after "
+          "fully_shard()");
+    }
+  }
 }
 
 } // namespace ebb::shard

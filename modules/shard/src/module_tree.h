@@ -52,10 +52,14 @@ std::vector<std::pair<std::string, at::Tensor>> ignored_parameters(
     const ModuleTree& tree, const WrapPolicy& modules, const std::vector<std::string>& names);
 
 /// Applies `policy` to the tree. Units are in module order, the root's last.
+/// `keep_full` marks the parameters of modules that it accepts. `deferred`: parameters may be without values yet.
 /// @throws ValueError for parameters that cannot be sharded; names them.
-/// `keep_full` marks the parameters of modules that it accepts.
 std::vector<UnitPlan> plan_units(
     const ModuleTree& tree, const WrapPolicy& policy, const WrapPolicy& keep_full = {},
-    const std::vector<std::pair<std::string, at::Tensor>>& ignored = {});
+    const std::vector<std::pair<std::string, at::Tensor>>& ignored = {}, bool deferred = false);
+
+/// A view of a parameter that somebody kept would go on showing bytes that nobody updates any more.
+/// @throws ValueError that names the parameter.
+void check_aliases(const ModuleTree& tree, const std::vector<UnitPlan>& plans);
 
 } // namespace ebb::shard

@@ -35,7 +35,8 @@ test: ## build and run every fast test
 	tools/setup
 	$(CONFIGURE) dev
 	$(BUILD) dev
-	ctest --preset dev -j $(TEST_JOBS)
+	rc=0; ctest --preset dev -j $(TEST_JOBS) --output-junit '$(CURDIR)/build/dev/tests.xml' || rc=$$?; \
+	tools/check_parity --report build/dev/tests.xml || rc=$$((rc ? rc : 1)); exit $$rc
 
 test-slow: ## sanitizers, injected delays, random kills (half an hour and more)
 	tools/setup

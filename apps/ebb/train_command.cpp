@@ -29,12 +29,12 @@ struct TrainCommand {
   std::vector<std::string> arguments;
 
   int run();
-  void resolve_all();
+  void resolve_all(const comm::LaunchEnvironment& environment);
 };
 
 /// Fills in what follows from other options, and finds the mistakes that can be found before ranks are started: then
 /// they are told once, not by every rank.
-void TrainCommand::resolve_all() {
+void TrainCommand::resolve_all(const comm::LaunchEnvironment& environment) {
   if (!config_file.empty()) {
     read_config_file(config_file, options);
   }
@@ -60,12 +60,15 @@ void TrainCommand::resolve_all() {
        .document_start = options.data.document_start,
        .context = *options.model.context,
        .validation_fraction = options.data.validation_fraction});
-  check_size(options.model);
+  const int world_size =
+      environment.launcher == "none" ? static_cast<int>(options.parallel.nproc) : environment.world_size;
+  check_parallel(options.parallel, world_size);
+  check_size(options.model, options.parallel, world_size);
 }
 
 int TrainCommand::run() {
   const auto environment = comm::launch_environment();
-  resolve_all();
+  resolve_all(environment);
   if (environment.launcher == "none" && options.parallel.nproc > 1) {
     check_script(options.model, options.parallel);
     comm::init({}); // a group of one: reads what the environment says of groups

@@ -4,6 +4,7 @@
 
 #include "ebb/base/error.h"
 #include "ebb/base/rng.h"
+#include "ebb/shard/deferred_init.h"
 #include "ebb/shard/fully_shard.h"
 #include "ebb/shard/replicate.h"
 #include "gpt/gpt.h"
@@ -14,6 +15,7 @@
 #include <fmt/core.h>
 
 #include <filesystem>
+#include <map>
 
 namespace ebb::app {
 namespace {
@@ -30,22 +32,34 @@ shard::WrapPolicy wrap_policy(const ParallelOptions& options, bool is_gpt) {
   return shard::wrap_by_class({"Block"});
 }
 
-template <class Model>
-std::shared_ptr<train::ParameterSet> spread(
-    Model& model, const ParallelOptions& options, bool is_gpt, const std::shared_ptr<comm::Communicator>& world) {
-  const comm::Mesh mesh(world);
-  if (options.strategy == "replicate") {
-    return train::replicated_parameters(shard::replicate(model, {.mesh = mesh}));
+bool is_hybrid(const ParallelOptions& options) {
+  return options.strategy.starts_with("hybrid");
+}
+
+comm::Mesh mesh_of(const ParallelOptions& options, const std::shared_ptr<comm::Communicator>& world) {
+  if (!is_hybrid(options)) {
+    return comm::Mesh(world);
   }
-  const auto strategy = options.strategy == "shard_grad_op" ? shard::Strategy::kShardGradOp
-                        : options.strategy == "no_shard"    ? shard::Strategy::kNoShard
-                                                            : shard::Strategy::kFullShard;
-  return train::sharded_parameters(shard::fully_shard(
-      model, {.mesh = mesh,
-              .strategy = strategy,
-              .wrap = wrap_policy(options, is_gpt),
-              .frames = static_cast<int>(options.frames),
-              .prefetch = static_cast<int>(options.prefetch)}));
+  const auto replicas = static_cast<int>(options.replicas);
+  return comm::Mesh::replicate_by_shard(world, replicas, world->size() / replicas);
+}
+
+shard::ShardOptions shard_options(
+    const ParallelOptions& options, bool is_gpt, const std::shared_ptr<comm::Communicator>& world) {
+  const std::map<std::string, shard::Strategy> strategies{
+      {"full_shard", shard::Strategy::kFullShard},
+      {"shard_grad_op", shard::Strategy::kShardGradOp},
+      {"no_shard", shard::Strategy::kNoShard},
+      {"hybrid_shard", shard::Strategy::kHybridShard},
+      {"hybrid_shard_zero2", shard::Strategy::kHybridShardZero2}};
+  return {
+      .mesh = mesh_of(options, world),
+      .strategy = strategies.at(options.strategy),
+      .wrap = wrap_policy(options, is_gpt),
+      .mixed_precision =
+          options.precision == "fp32" ? shard::MixedPrecision{} : shard::mixed_precision(options.precision),
+      .frames = static_cast<int>(options.frames),
+      .prefetch = static_cast<int>(options.prefetch)};
 }
 
 /// Dropout draws from a stream of its own on each rank.
@@ -64,12 +78,19 @@ SpreadModel make_gpt(
       .d_model = *options.d_model,
       .heads = *options.heads,
       .layers = *options.layers};
-  gpt::GPT model(config);
+  auto deferred = deferred_init([&] { return gpt::GPT(config); });
+  auto model = deferred.model();
   SpreadModel result;
-  result.model.parameters = spread(model, parallel, /*is_gpt=*/true, world);
-  result.model.logits = [model](const at::Tensor& tokens_BT) mutable { return model(tokens_BT); };
-  result.model.loss = [model](const at::Tensor& tokens_BT, const at::Tensor& targets_BT) mutable {
-    return train::next_token_loss(model(tokens_BT), targets_BT);
+  if (parallel.strategy == "replicate") {
+    deferred.materialize();
+    result.model.parameters = train::replicated_parameters(shard::replicate(model, {.mesh = comm::Mesh(world)}));
+  } else {
+    result.model.parameters =
+        train::sharded_parameters(shard::fully_shard(deferred, shard_options(parallel, /*is_gpt=*/true, world)));
+  }
+  result.model.logits = [model](const at::Tensor& tokens_BT) mutable { return model(tokens_BT).to(at::kFloat); };
+  result.model.loss = [logits = result.model.logits](const at::Tensor& tokens_BT, const at::Tensor& targets_BT) {
+    return train::next_token_loss(logits(tokens_BT), targets_BT);
   };
   result.model.set_training = [model](bool training) mutable { model->train(training); };
   result.model.attention_flops_per_token = 12.0 * static_cast<double>(config.layers * config.context * config.d_model);
@@ -96,7 +117,12 @@ SpreadModel make_script(
     const ModelOptions& options, const ParallelOptions& parallel, const std::shared_ptr<comm::Communicator>& world) {
   auto model = load_script(options.torchscript);
   SpreadModel result;
-  result.model.parameters = spread(model, parallel, /*is_gpt=*/false, world);
+  if (parallel.strategy == "replicate") {
+    result.model.parameters = train::replicated_parameters(shard::replicate(model, {.mesh = comm::Mesh(world)}));
+  } else {
+    result.model.parameters =
+        train::sharded_parameters(shard::fully_shard(model, shard_options(parallel, /*is_gpt=*/false, world)));
+  }
   for (const auto& buffer : model.named_buffers()) {
     result.model.buffers.emplace_back(buffer.name, buffer.value);
   }
@@ -104,7 +130,7 @@ SpreadModel make_script(
     const auto output = model.forward({tokens_BT});
     TORCH_CHECK_VALUE(
         output.isTensor(), "--torchscript: the model's forward must return logits [B, T, V], got ", output.tagKind());
-    return output.toTensor();
+    return output.toTensor().to(at::kFloat);
   };
   result.model.loss = [logits = result.model.logits](const at::Tensor& tokens_BT, const at::Tensor& targets_BT) {
     return train::next_token_loss(logits(tokens_BT), targets_BT);
@@ -152,7 +178,20 @@ void check_script(const ModelOptions& options, const ParallelOptions& parallel) 
   }
 }
 
-void check_size(const ModelOptions& options) {
+void check_parallel(const ParallelOptions& options, int world_size) {
+  TORCH_CHECK_VALUE(
+      is_hybrid(options) || options.replicas == 1, "--replicas: expected 1 with --strategy ", options.strategy,
+      ", got ", options.replicas, "; copies of shards need hybrid_shard or hybrid_shard_zero2");
+  TORCH_CHECK_VALUE(
+      world_size % options.replicas == 0, "--replicas: expected a divisor of the ", world_size, " ranks, got ",
+      options.replicas);
+  TORCH_CHECK_VALUE(
+      options.strategy != "replicate" || options.precision == "fp32",
+      "--precision: expected fp32 with --strategy replicate, got ", options.precision,
+      "; bf16 needs a strategy of fully_shard(), say no_shard");
+}
+
+void check_size(const ModelOptions& options, const ParallelOptions& parallel, int world_size) {
   if (!options.torchscript.empty()) {
     return;
   }
@@ -161,13 +200,14 @@ void check_size(const ModelOptions& options) {
   const double width = size(options.d_model);
   const double parameters = (size(options.vocab) + size(options.context)) * width +
                             size(options.layers) * (12 * width * width + 13 * width) + 2 * width;
+  const bool whole = parallel.strategy == "replicate" || parallel.strategy == "no_shard";
+  const double kept = 4 * parameters * (whole ? 1.0 : static_cast<double>(parallel.replicas) / world_size);
   const auto memory = usable_memory_bytes({});
   TORCH_CHECK_VALUE(
-      !memory || 4 * parameters <= *memory, "--layers, --d-model, --vocab, --context: a GPT of these sizes has ",
+      !memory || kept <= *memory, "--layers, --d-model, --vocab, --context: a GPT of these sizes has ",
       fmt::format(
-          "{:.3g} parameters, {:.3g} GB, which a rank builds before it keeps its shard, but this machine has "
-          "{:.3g} GB; use smaller sizes",
-          parameters, 4e-9 * parameters, 1e-9 * memory.value_or(0)));
+          "{:.3g} parameters, {:.3g} GB on each rank, but this machine has {:.3g} GB; use smaller sizes{}", parameters,
+          1e-9 * kept, 1e-9 * memory.value_or(0), whole ? " or shard them" : " or more ranks"));
 }
 
 SpreadModel make_model(

@@ -15,9 +15,13 @@ namespace ebb::app {
 /// @throws ValueError for sizes that do not fit together.
 void resolve(ModelOptions& options);
 
-/// Whether the machine can hold the GPT that resolve()d options describe: ranks build it before they shard it.
+/// Whether so many ranks can be arranged as the options say.
+/// @throws ValueError that names the flag.
+void check_parallel(const ParallelOptions& options, int world_size);
+
+/// Whether the machine can hold one rank's part of the GPT that resolve()d options describe.
 /// @throws ValueError naming both sizes.
-void check_size(const ModelOptions& options);
+void check_size(const ModelOptions& options, const ParallelOptions& parallel, int world_size);
 
 /// Whether the TorchScript file, if there is one, can be loaded and wrapped as the options say. Loads it.
 /// @throws What make_model() would.

@@ -60,6 +60,8 @@ struct DataOptions {
 struct ParallelOptions {
   std::int64_t nproc = 1;
   std::string strategy = "full_shard";
+  std::int64_t replicas = 1;
+  std::string precision = "fp32";
   std::string wrap = "auto";
   std::int64_t wrap_size = 1'000'000;
   std::int64_t frames = 2;
@@ -74,7 +76,16 @@ struct ParallelOptions {
         between(1, 1024));
     visit(
         "strategy", &O::strategy, "What is spread over the ranks.",
-        one_of({"full_shard", "shard_grad_op", "no_shard", "replicate"}));
+        one_of({"full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "replicate"}));
+    visit(
+        "replicas", &O::replicas,
+        "Copies of the sharded model (hybrid_shard, hybrid_shard_zero2). Divides the ranks; neighbours share a copy.",
+        between(1, 1'000'000));
+    visit(
+        "precision", &O::precision,
+        "bf16 gathers and computes in bfloat16, but for norms; parameters, sums of gradients and optimizer state stay "
+        "float32.",
+        one_of({"fp32", "bf16"}));
     visit(
         "wrap", &O::wrap,
         "What is gathered together: block, each GPT block; size, modules of wrap_size; root, all at once; auto, block "

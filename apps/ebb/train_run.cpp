@@ -76,13 +76,16 @@ std::string header(
   const auto& parameters = *spread.model.parameters;
   auto text = fmt::format(
       "{}: {} parameters\n"
-      "{} rank{} ({}), {}: {:.2f} MB of parameters kept on rank 0\n"
+      "{} rank{} ({}), {}{}, {}: {:.2f} MB of parameters kept on rank 0\n"
       "{} document{}: {} bytes to train on, {} to validate\n"
-      "{} steps of {} x {} sequences of {} bytes; files in {}\n",
+      "{} steps of {} x {}{} sequences of {} bytes; files in {}\n",
       spread.description, parameters.num_parameters(), world.size(), world.size() == 1 ? "" : "s",
-      world.capabilities().backend, options.parallel.strategy, static_cast<double>(parameters.bytes()) / 1e6,
-      corpus.documents().size(), corpus.documents().size() == 1 ? "" : "s", corpus.num_bytes(data::Split::kTrain),
-      corpus.num_bytes(data::Split::kValidation), options.train.steps, world.size(), options.train.batch,
+      world.capabilities().backend, options.parallel.strategy,
+      options.parallel.replicas > 1 ? fmt::format(" in {} copies", options.parallel.replicas) : "",
+      options.parallel.precision, static_cast<double>(parameters.bytes()) / 1e6, corpus.documents().size(),
+      corpus.documents().size() == 1 ? "" : "s", corpus.num_bytes(data::Split::kTrain),
+      corpus.num_bytes(data::Split::kValidation), options.train.steps, world.size(),
+      options.train.accumulate > 1 ? fmt::format("{} x ", options.train.accumulate) : "", options.train.batch,
       *options.model.context, options.run.run_dir);
   text += parameters.explain();
   while (text.ends_with('\n')) {

@@ -54,6 +54,28 @@ INSTANTIATE_TEST_SUITE_P(
     All, Strategies, ::testing::Values("shard_grad_op", "no_shard", "replicate"),
     [](const auto& info) { return std::string(info.param); });
 
+TEST(Train, CopiesOfShardsAndAccumulationComputeTheSameOnTheSameGlobalBatch) {
+  const TemporaryFolder folder;
+  const auto one = train(folder, "one", {"--batch", "8", "--eval-batches", "0"});
+  const auto four = train(
+      folder, "four",
+      {"--batch", "1", "--accumulate", "2", "--nproc", "4", "--strategy", "hybrid_shard", "--replicas", "2",
+       "--eval-batches", "0"});
+  EXPECT_EQ(four["tokens"], one["tokens"]);
+  EXPECT_NEAR(four["train_loss"], one["train_loss"], 2e-6);
+  EXPECT_NEAR(four["eval_loss"], one["eval_loss"], 2e-6);
+  EXPECT_NEAR(four["shard_bytes_per_rank"][0].get<double>(), one["shard_bytes_per_rank"][0].get<double>() / 2, 1024);
+}
+
+TEST(Train, ComputesInBfloat16AndKeepsFloatParameters) {
+  const TemporaryFolder folder;
+  const auto fp32 = train(folder, "fp32", {"--nproc", "2"});
+  const auto bf16 = train(folder, "bf16", {"--nproc", "2", "--precision", "bf16"});
+  EXPECT_NEAR(bf16["train_loss"], fp32["train_loss"], 2e-2);
+  EXPECT_NE(bf16["train_loss"], fp32["train_loss"]);
+  EXPECT_EQ(bf16["shard_bytes_per_rank"], fp32["shard_bytes_per_rank"]);
+}
+
 TEST(Train, SaysInItsSummaryWhatTheRunCameTo) {
   const TemporaryFolder folder;
   const auto summary = train(folder, "run", {"--batch", "2", "--nproc", "2", "--sample-length", "60"});

@@ -83,6 +83,15 @@ TEST(Usage, RefusesValuesOutOfBoundsByFlag) {
   expect_refused(
       run_ebb(folder, {"train", "--data", data, "--lr", "1e-3", "--min-lr", "1e-2"}), 2, {"--min-lr", "0.001"});
   expect_refused(run_ebb(folder, {"train", "--data", data, "--prompt", ""}), 2, {"--prompt"});
+  expect_refused(
+      run_ebb(folder, {"train", "--data", data, "--nproc", "2", "--replicas", "2"}), 2,
+      {"--replicas", "full_shard", "hybrid_shard"});
+  expect_refused(
+      run_ebb(folder, {"train", "--data", data, "--nproc", "4", "--strategy", "hybrid_shard", "--replicas", "3"}), 2,
+      {"--replicas", "a divisor of the 4 ranks, got 3"});
+  expect_refused(
+      run_ebb(folder, {"train", "--data", data, "--strategy", "replicate", "--precision", "bf16"}), 2,
+      {"--precision", "no_shard"});
 }
 
 TEST(Usage, RefusesNumbersThatNoNumberCanHold) {
@@ -110,7 +119,7 @@ TEST(Usage, RefusesNumbersThatNoNumberCanHold) {
   }
   expect_refused(run_ebb(folder, {"train", "--data", data, "--steps", "2.5"}), 2, {"--steps", "a whole number", "2.5"});
   expect_refused(run_ebb(folder, {"train", "--data", data, "--lr", "1e-3x"}), 2, {"--lr", "a number", "1e-3x"});
-  EXPECT_EQ(whole, 18);
+  EXPECT_EQ(whole, 20);
   EXPECT_EQ(real, 9);
 }
 
@@ -119,7 +128,7 @@ TEST(Usage, RefusesSizesThatNoMachineHas) {
   const auto data = write_text(folder);
   for (const std::string flag :
        {"--layers", "--d-model", "--heads", "--context", "--vocab", "--batch", "--frames", "--prefetch",
-        "--eval-batches", "--sample-length", "--steps", "--warmup", "--nproc"}) {
+        "--eval-batches", "--accumulate", "--replicas", "--sample-length", "--steps", "--warmup", "--nproc"}) {
     expect_refused(
         run_ebb(folder, {"train", "--data", data, flag, "1000000000001"}), 2, {flag, "expected in [", "1000000000001"});
   }

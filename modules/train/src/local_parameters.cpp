@@ -20,6 +20,10 @@ void WholeParameters::zero_grad() {
   }
 }
 
+std::shared_ptr<void> WholeParameters::no_sync() {
+  return nullptr; // nothing is reduced anyway
+}
+
 std::int64_t WholeParameters::num_parameters() const {
   std::int64_t count = 0;
   for (const auto& [name, tensor] : parameters_) {

@@ -11,6 +11,7 @@ class WholeParameters : public ParameterSet {
   std::vector<Named> named() const override;
   double clip_grad_norm_(double max_norm) override;
   void zero_grad() override;
+  std::shared_ptr<void> no_sync() override;
   std::int64_t num_parameters() const override;
   std::int64_t bytes() const override;
   std::string explain() const override;

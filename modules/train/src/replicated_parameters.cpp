@@ -15,6 +15,9 @@ class ReplicatedParameters final : public WholeParameters {
   void zero_grad() override {
     model_.zero_grad();
   }
+  std::shared_ptr<void> no_sync() override {
+    return std::make_shared<shard::ReplicaNoSync>(model_.no_sync());
+  }
   std::string explain() const override {
     return model_.explain();
   }

@@ -17,6 +17,9 @@ class ShardedParameters final : public ParameterSet {
   void zero_grad() override {
     model_.zero_grad();
   }
+  std::shared_ptr<void> no_sync() override {
+    return std::make_shared<shard::NoSync>(model_.no_sync());
+  }
   std::int64_t num_parameters() const override {
     return model_.num_parameters();
   }

@@ -101,15 +101,27 @@ void TrainJob::run_step(bool want_stop, bool& stop) {
   world.set_step(step_ + 1);
   set_training(true);
 
-  const auto batch =
-      data::make_batch(*setup_.corpus, data::Split::kTrain, order_.next(options.batch, world.rank(), world.size()));
-  const auto loss = setup_.model.loss(batch.tokens_BT.to(device_), batch.targets_BT.to(device_));
+  at::Tensor mean; // of this rank's losses
+  at::Tensor loss;
+  for (std::int64_t micro = 0; micro < options.accumulate; ++micro) {
+    const auto batch =
+        data::make_batch(*setup_.corpus, data::Split::kTrain, order_.next(options.batch, world.rank(), world.size()));
+    loss = setup_.model.loss(batch.tokens_BT.to(device_), batch.targets_BT.to(device_));
+    if (options.accumulate > 1) {
+      loss = loss / options.accumulate;
+    }
+    mean = mean.defined() ? mean + loss.detach() : loss.detach();
+    if (micro + 1 < options.accumulate) {
+      const auto scope = parameters.no_sync();
+      loss.backward();
+    }
+  }
 
   // The ranks' losses, and whether anybody wants to stop: ranks see signals and clocks at different steps, and one that
   // left alone would leave the others waiting. Under way while backward runs.
   const bool asked = stop_asked_.load(std::memory_order_relaxed);
   const auto votes = at::tensor({asked ? 1.0 : 0.0, want_stop ? 1.0 : 0.0}, at::kDouble).to(device_);
-  const auto shared = at::cat({loss.detach().to(at::kDouble).reshape({1}), votes});
+  const auto shared = at::cat({mean.to(at::kDouble).reshape({1}), votes});
   const auto work = world.all_reduce(shared, comm::ReduceOp::kSum, world.size(), "loss");
   loss.backward();
   work->wait();
@@ -129,7 +141,7 @@ void TrainJob::run_step(bool want_stop, bool& stop) {
 
   StepInfo info;
   info.step = step_;
-  info.samples = options.batch * world.size();
+  info.samples = options.batch * options.accumulate * world.size();
   info.tokens = info.samples * setup_.corpus->options().context;
   info.flops = (6.0 * static_cast<double>(parameters.num_parameters()) + setup_.model.attention_flops_per_token) *
                static_cast<double>(info.tokens / world.size());

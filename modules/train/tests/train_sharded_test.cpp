@@ -92,6 +92,41 @@ TEST_P(TrainSharded, EqualsOneProcessWithTheSameGlobalBatch) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, TrainSharded, ::testing::Values(1, 2, 3));
 
+TEST(TrainSharded, AccumulatedMicroBatchesEqualOneBatch) {
+  const ebb::test::TemporaryFolder folder;
+  const auto corpus = tiny_corpus(folder);
+  auto options = tiny_options();
+  options.batch = 12;
+  options.eval_batches = 0;
+  auto alone = steady_model(1);
+  TrainJob reference(
+      {.model = without_modes(alone, local_parameters(test::named_tensors(alone->named_parameters()))),
+       .corpus = corpus,
+       .world = comm::single(),
+       .options = options});
+  const auto expected = reference.advance({});
+  const auto expected_parameters = whole_copies(alone);
+
+  options.batch = 2;
+  options.accumulate = 3;
+  std::vector<TinyModel> models{steady_model(1), steady_model(1), steady_model(1), steady_model(1)};
+  ebb::test::spawn_ranks(2, [&](const std::shared_ptr<comm::Communicator>& world) {
+    for (const bool shards : {true, false}) {
+      auto& model = models[world->rank() + (shards ? 0 : 2)];
+      const auto parameters = shards ? sharded_parameters(sharded(model, world))
+                                     : replicated_parameters(replicate(model, {.mesh = comm::Mesh(world)}));
+      TrainJob job({.model = without_modes(model, parameters), .corpus = corpus, .world = world, .options = options});
+      const auto reduced = world->traffic().calls_of(comm::Op::kReduceScatter);
+      const auto status = job.advance({});
+      EXPECT_NEAR(status.metrics.at("loss"), expected.metrics.at("loss"), 1e-5);
+      EXPECT_NEAR(status.metrics.at("grad_norm"), expected.metrics.at("grad_norm"), 1e-5);
+      EXPECT_NEAR(status.metrics.at("eval/loss"), expected.metrics.at("eval/loss"), 1e-5);
+      const auto per_step = (world->traffic().calls_of(comm::Op::kReduceScatter) - reduced) / options.steps;
+      EXPECT_EQ(per_step, shards ? 3 : 0) << "one a unit, whatever the micro-batches";
+    }
+  });
+}
+
 TEST(TrainShardedJob, PausedAndResumedEqualsTheUninterruptedRunBitForBit) {
   const ebb::test::TemporaryFolder folder;
   const auto corpus = tiny_corpus(folder);

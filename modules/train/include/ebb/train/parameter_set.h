@@ -29,6 +29,8 @@ class ParameterSet {
   /// The norm of the gradient of the whole model, which is then scaled to at most `max_norm` (infinity does not scale).
   /// Collective.
   virtual double clip_grad_norm_(double max_norm) = 0;
+  /// While what it returns lives, backward leaves gradients unreduced; the first one afterwards reduces all of them.
+  virtual std::shared_ptr<void> no_sync() = 0;
   /// Lets go of the gradients of named().
   virtual void zero_grad() = 0;
   /// Of the whole model; tied parameters once.

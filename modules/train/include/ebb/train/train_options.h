@@ -13,6 +13,7 @@ namespace ebb::train {
 struct TrainOptions {
   std::int64_t steps = 1000;
   std::int64_t batch = 8;
+  std::int64_t accumulate = 1;
   std::string optimizer = "adamw";
   double lr = 3e-4;
   std::optional<double> min_lr = {}; ///< lowest_lr() has the default.
@@ -41,7 +42,11 @@ struct TrainOptions {
     using O = TrainOptions;
     constexpr double kMost = 1e12; // of what is counted in steps; sums of them stay whole numbers
     visit("steps", &O::steps, "Optimizer steps.", between(1, kMost));
-    visit("batch", &O::batch, "Sequences a step on each rank.", between(1, 1'000'000));
+    visit("batch", &O::batch, "Sequences of one forward and backward on each rank.", between(1, 1'000'000));
+    visit(
+        "accumulate", &O::accumulate,
+        "Forwards and backwards of a step; their gradients add up before they are reduced once.",
+        between(1, 1'000'000));
     visit(
         "optimizer", &O::optimizer, "adamw, adam, sgd, rmsprop or adagrad.",
         any_value()); // names checked by make_optimizer

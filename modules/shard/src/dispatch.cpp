@@ -1,6 +1,7 @@
 #include "dispatch.h"
 
 #include "engine.h"
+#include "offload.h"
 #include "paged_storage.h"
 #include "unit.h"
 
@@ -25,7 +26,7 @@ namespace {
 // the key. Operators that only make views need no bytes and fall through; operators that only read metadata are passed
 // on at once. Nested operators come here again and add pins of their own, so no notion of an outermost one is needed.
 
-enum class Action : std::uint8_t { kPage, kPassOn, kReplaceData, kSet };
+enum class Action : std::uint8_t { kPage, kPassOn, kReplaceData, kSet, kLike };
 
 struct OperatorTraits {
   Action action = Action::kPage;
@@ -51,16 +52,18 @@ bool may_hold_tensors(const c10::TypePtr& type) {
 OperatorTraits traits_of(const c10::FunctionSchema& schema) {
   // They look at shape, dtype and device only; Adam calls some of them on every parameter.
   static const std::unordered_set<std::string_view> metadata_only{
-      "aten::empty_like", "aten::zeros_like",        "aten::ones_like",    "aten::full_like",   "aten::rand_like",
-      "aten::randn_like", "aten::randint_like",      "aten::new_empty",    "aten::new_zeros",   "aten::new_ones",
-      "aten::new_full",   "aten::new_empty_strided", "aten::is_same_size", "aten::result_type", "aten::can_cast",
-      "aten::_version",   "aten::requires_grad_",    "aten::is_leaf",      "aten::retain_grad"};
+      "aten::ones_like",    "aten::full_like",   "aten::rand_like", "aten::randn_like", "aten::randint_like",
+      "aten::new_empty",    "aten::new_zeros",   "aten::new_ones",  "aten::new_full",   "aten::new_empty_strided",
+      "aten::is_same_size", "aten::result_type", "aten::can_cast",  "aten::_version",   "aten::requires_grad_",
+      "aten::is_leaf",      "aten::retain_grad"};
   OperatorTraits traits;
   traits.num_arguments = schema.arguments().size();
   if (schema.name() == "aten::_has_compatible_shallow_copy_type") {
     traits.action = Action::kReplaceData;
   } else if (schema.name() == "aten::set_" && schema.overload_name() == "source_Tensor") {
     traits.action = Action::kSet;
+  } else if (schema.name() == "aten::zeros_like" || schema.name() == "aten::empty_like") {
+    traits.action = Action::kLike;
   } else if (metadata_only.count(schema.name())) {
     traits.action = Action::kPassOn;
   }
@@ -244,6 +247,26 @@ bool copies_instead(torch::jit::Stack* stack) {
   return true;
 }
 
+// Optimizers make their state by zeros_like() of what they are given: state of an offloaded shard belongs beside it.
+bool makes_offloaded(const c10::FunctionSchema& schema, torch::jit::Stack* stack) {
+  const auto num_inputs = schema.arguments().size();
+  const auto& self = torch::jit::peek(*stack, 0, num_inputs).toTensor();
+  auto* storage = PagedStorage::of(self);
+  if (!storage || storage->kind() != PageKind::kShard || self.dim() != 1 || !self.is_contiguous() ||
+      !storage->owner().engine.load(std::memory_order_acquire) || !storage->owner().flat->tier) {
+    return false;
+  }
+  for (std::size_t i = 1; i + 1 < num_inputs; ++i) { // dtype, layout, device, pin_memory
+    if (!torch::jit::peek(*stack, i, num_inputs).isNone()) {
+      return false;
+    }
+  }
+  auto made = storage->owner().flat->tier->zeros(self.numel(), self.scalar_type());
+  torch::jit::drop(*stack, num_inputs);
+  stack->emplace_back(std::move(made));
+  return true;
+}
+
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto& traits = cached_traits(schema);
@@ -251,7 +274,10 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   if (traits.action == Action::kSet && copies_instead(stack)) {
     return;
   }
-  if (traits.action == Action::kPassOn || traits.action == Action::kReplaceData) {
+  if (traits.action == Action::kLike && makes_offloaded(schema, stack)) {
+    return;
+  }
+  if (traits.action != Action::kPage && traits.action != Action::kSet) {
     if (traits.action == Action::kReplaceData) {
       check_replacement(schema, *stack);
     }

@@ -17,6 +17,7 @@ Engine::Engine(ShardOptions options, std::vector<std::unique_ptr<Unit>> units)
     : options_(std::move(options)),
       units_(std::move(units)),
       order_(static_cast<int>(units_.size())),
+      stage_(units_.empty() ? nullptr : units_.front()->flats.front()->tier),
       resident_(*this) {
   reducer_ = std::make_unique<GradientReducer>(*this);
 }
@@ -157,6 +158,23 @@ void Engine::visit(Unit& unit) {
     resident_.gather(unit);
   }
   prefetch();
+  fetch_ahead();
+}
+
+// One unit beyond those that are gathered ahead, so that its shard is on the device when its turn comes.
+void Engine::fetch_ahead() {
+  if (!stage_.tier()) {
+    return;
+  }
+  if (stage_.units() > options_.prefetch + 1) { // predictions that did not come true
+    stage_.drop_all();
+  }
+  for (const int index : order_.upcoming(options_.prefetch + 1)) {
+    const Unit& next = *units_[index];
+    if (next.residence == Residence::kSharded && !next.flats.front()->near_slice.defined() && stage_.fetch(next)) {
+      event("fetch", next);
+    }
+  }
 }
 
 void Engine::prefetch() {
@@ -200,6 +218,7 @@ void Engine::end_backward() {
   }
   resident_.release_gathers();
   resident_.drop_near_slices();
+  stage_.drop_all();
   order_.end_step();
   current_ = nullptr;
   armed_ = false;
@@ -210,6 +229,7 @@ void Engine::reset() {
   armed_ = false;
   current_ = nullptr;
   reducer_->abandon();
+  stage_.abandon();
   order_.end_step();
   resident_.drop_near_slices();
   if (full_scopes_ == 0) {
@@ -219,7 +239,10 @@ void Engine::reset() {
 
 Residency Engine::residency() const {
   const std::lock_guard lock(mutex_);
-  return resident_.residency();
+  auto residency = resident_.residency();
+  residency.staged_bytes = stage_.bytes();
+  residency.offloaded_bytes = stage_.tier() ? stage_.tier()->bytes() : 0;
+  return residency;
 }
 
 ShardStats Engine::stats() const {

@@ -3,6 +3,7 @@
 #include "ebb/comm/mesh.h"
 #include "ebb/shard/fully_shard.h"
 #include "resident_set.h"
+#include "shard_stage.h"
 #include "unit.h"
 #include "use_order.h"
 
@@ -121,6 +122,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   double divide_factor() const {
     return options_.gradient_divide_factor.value_or(world().size());
   }
+  const std::shared_ptr<Tier>& tier() const {
+    return stage_.tier();
+  }
   int num_frames() const {
     return resident_.num_frames();
   }
@@ -149,6 +153,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void visit(Unit& unit);
   void check_not_unfrozen(const Unit& unit) const;
   void prefetch();
+  void fetch_ahead();
   /// Whether a unit that is gathered now stays until the end of backward.
   bool keeps(const Unit& unit) const;
   void check_same_order(std::string_view what, const Unit& unit);
@@ -160,6 +165,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   mutable std::recursive_mutex mutex_;
   UseOrder order_;
+  ShardStage stage_;
   ResidentSet resident_;
   Unit* current_ = nullptr; ///< The unit visited last.
   std::int64_t tick_ = 0;

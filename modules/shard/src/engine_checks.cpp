@@ -47,6 +47,7 @@ void Engine::before_shard_write(FlatParameter& flat) {
       "the scope");
   resident_.release_gathers();
   resident_.drop_near_slice(unit);
+  stage_.drop(unit);
   // The gathered copy is out of date now.
   if (unit.pins == 0 && unit.residence != Residence::kSharded) {
     resident_.reshard(unit);

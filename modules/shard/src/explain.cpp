@@ -38,6 +38,7 @@ std::string ShardedModel::explain() const {
   std::int64_t largest = 0;
   std::int64_t buffers = 0;
   std::int64_t kept = 0;
+  std::int64_t largest_shard = 0;
   const Unit* largest_unit = nullptr;
   for (const auto& unit : engine.units()) {
     total += unit->bytes;
@@ -46,7 +47,10 @@ std::string ShardedModel::explain() const {
       largest = unit->bytes;
       largest_unit = unit.get();
     }
+    std::int64_t unit_shard = 0;
     for (const auto& flat : unit->flats) {
+      unit_shard += flat->shard_bytes();
+      largest_shard = std::max(largest_shard, unit_shard);
       shard_bytes += flat->shard_bytes();
       kept += !unit->whole && !unit->reshard_after_forward ? flat->padded_bytes() : 0;
       trainable += flat->requires_grad ? flat->shard_bytes() : 0;
@@ -84,6 +88,13 @@ std::string ShardedModel::explain() const {
       bytes_text(shard_bytes + 3 * trainable + frames + kept + buffers), bytes_text(shard_bytes), bytes_text(trainable),
       bytes_text(2 * trainable), bytes_text(frames), kept ? " + kept units " + bytes_text(kept) : std::string(),
       bytes_text(buffers));
+  if (engine.tier()) {
+    text += fmt::format(
+        "  offload: of these, {} of shards, gradients and AdamW state are in {}; {} of copies of shards come beside "
+        "the frames\n",
+        bytes_text(shard_bytes + 3 * trainable), engine.tier()->describe(),
+        bytes_text((options.prefetch + 1) * largest_shard));
+  }
   if (largest_unit && total > 0 && largest > total * 0.6 && options.strategy != Strategy::kNoShard &&
       engine.group().size() > 1) {
     text += fmt::format(

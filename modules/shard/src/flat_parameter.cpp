@@ -1,6 +1,7 @@
 #include "flat_parameter.h"
 
 #include "dispatch.h"
+#include "offload.h"
 #include "unit.h"
 
 #include <torch/torch.h>
@@ -47,8 +48,8 @@ void FlatParameter::lay_out(int rank, int world_size) {
   }
 }
 
-void FlatParameter::make_shard() {
-  shard = at::zeros({shard_numel}, at::TensorOptions().dtype(master_dtype).device(device));
+at::Tensor FlatParameter::zeros(c10::ScalarType dtype) const {
+  return tier ? tier->zeros(shard_numel, dtype) : at::zeros({shard_numel}, at::TensorOptions(dtype).device(device));
 }
 
 void FlatParameter::fill(const Member& member, const at::Tensor& values, int rank) {
@@ -65,13 +66,13 @@ void FlatParameter::take_over(int rank, bool in_place) {
   const OwnAccess own;
   const auto begin = rank * shard_numel;
   if (!shard.defined()) { // member by member, so that no copy of the whole unit is ever made
-    make_shard();
+    shard = zeros(master_dtype);
     for (auto& member : members) {
       fill(member, member.parameter, rank);
     }
   }
 
-  auto shard_storage = c10::make_intrusive<PagedStorage>(owner, PageKind::kShard, shard_bytes(), device);
+  auto shard_storage = c10::make_intrusive<PagedStorage>(owner, PageKind::kShard, shard_bytes(), shard.device());
   shard_storage->fill(shard.view(at::kByte), 0);
 
   storage = c10::make_intrusive<PagedStorage>(owner, PageKind::kUnsharded, padded_bytes(), device);

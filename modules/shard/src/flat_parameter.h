@@ -13,6 +13,8 @@
 
 namespace ebb::shard {
 
+class Tier;
+
 struct Unit;
 
 /// One original parameter inside a flat parameter.
@@ -57,6 +59,7 @@ struct FlatParameter {
   std::int64_t frame_offset = 0; ///< Bytes from the start of the unit's frame.
   std::int64_t reduce_offset = 0; ///< Bytes from the start of the unit's reduce buffer.
 
+  std::shared_ptr<Tier> tier; ///< Where shard and gradients are, when not on the device.
   std::shared_ptr<PageOwner> owner;
   c10::intrusive_ptr<PagedStorage> storage; ///< Under the model's parameters.
   at::Tensor flat; ///< All of `storage`, without the key and with a version counter of its own.
@@ -87,8 +90,8 @@ struct FlatParameter {
   /// Offsets and slices for `rank` of `world_size`; from the members' numel.
   void lay_out(int rank, int world_size);
 
-  /// Allocates the shard, as zeros.
-  void make_shard();
+  /// Zeros of the shard's size where the shard is.
+  at::Tensor zeros(c10::ScalarType dtype) const;
   /// Copies this rank's part of `values`, all of the member, into the shard.
   void fill(const Member& member, const at::Tensor& values, int rank);
   /// Puts the paged storage under the model's parameters, whose bytes go, and makes the leaves. `in_place`: the shard is

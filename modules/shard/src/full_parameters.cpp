@@ -95,6 +95,7 @@ void Engine::end_full_parameters(const FullParametersOptions& options) {
     return;
   }
   --full_scopes_;
+  stage_.drop_all();
   const at::NoGradGuard no_grad;
   const OwnAccess own;
   for (auto& unit : units_) {

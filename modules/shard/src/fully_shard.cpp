@@ -7,6 +7,7 @@
 #include "ebb/shard/deferred_init.h"
 #include "engine.h"
 #include "module_tree.h"
+#include "offload.h"
 #include "recording.h"
 #include "sync.h"
 
@@ -52,7 +53,8 @@ void settle(Unit& unit, const UnitPlan& plan, const ShardOptions& options) {
 }
 
 // One unit from its plan: its parameters grouped by dtype and by whether they train, one flat parameter each.
-std::unique_ptr<Unit> make_unit(const UnitPlan& plan, int index, const ShardOptions& options) {
+std::unique_ptr<Unit> make_unit(
+    const UnitPlan& plan, int index, const ShardOptions& options, const std::shared_ptr<Tier>& tier) {
   auto unit = std::make_unique<Unit>();
   unit->index = index;
   unit->name = plan.name;
@@ -80,6 +82,7 @@ std::unique_ptr<Unit> make_unit(const UnitPlan& plan, int index, const ShardOpti
         flat->reduce_dtype = converts ? mixed.reduce_dtype.value_or(master) : master;
         flat->grad_dtype = mixed.keep_low_precision_grads ? flat->reduce_dtype : master;
         flat->device = device;
+        flat->tier = tier;
         flat->requires_grad = trains;
       }
       Member member;
@@ -101,7 +104,7 @@ std::unique_ptr<Unit> make_unit(const UnitPlan& plan, int index, const ShardOpti
       unit->flats.push_back(std::move(flat));
     }
   }
-  unit->in_place = unit->whole && std::none_of(unit->flats.begin(), unit->flats.end(), [](const auto& flat) {
+  unit->in_place = unit->whole && !tier && std::none_of(unit->flats.begin(), unit->flats.end(), [](const auto& flat) {
                      return flat->is_mixed();
                    });
   return unit;
@@ -188,7 +191,7 @@ void fill_from(Recording& recording, const std::vector<std::unique_ptr<Unit>>& u
   std::unordered_map<const c10::StorageImpl*, std::vector<Place>> places;
   for (const auto& unit : units) {
     for (const auto& flat : unit->flats) {
-      flat->make_shard();
+      flat->shard = flat->zeros(flat->master_dtype);
       for (const auto& member : flat->members) {
         if (recording.pending(member.parameter)) {
           places[member.parameter.storage().unsafeGetStorageImpl()].push_back({flat.get(), &member});
@@ -247,9 +250,12 @@ ShardedModel shard(Model& model, ShardOptions options, Recording* recording = nu
     // The fuser reads parameters by pointer, past the dispatcher.
     torch::jit::setTensorExprFuserEnabled(false);
   }
+  const auto tier = options.offload
+                        ? std::make_shared<Tier>(*options.offload, plans.front().parameters.front().tensor.device())
+                        : nullptr;
   std::vector<std::unique_ptr<Unit>> units;
   for (const auto& plan : plans) {
-    units.push_back(make_unit(plan, static_cast<int>(units.size()), options));
+    units.push_back(make_unit(plan, static_cast<int>(units.size()), options, tier));
   }
   if (recording) {
     fill_from(*recording, units);

@@ -1,5 +1,7 @@
 #include "gradient_norm.h"
 
+#include "sync.h"
+
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -36,7 +38,7 @@ double clip_gradients(
   };
   auto total = total_of(sharded);
   if (group && group->size() > 1 && !sharded.empty()) {
-    group->all_reduce(total, infinite ? comm::ReduceOp::kMax : comm::ReduceOp::kSum, 1, "(gradient norm)")->wait();
+    all_reduce_small(*group, total, infinite ? comm::ReduceOp::kMax : comm::ReduceOp::kSum, "(gradient norm)");
   }
   const auto replicated = total_of(whole);
   total = infinite ? at::maximum(total, replicated) : total + replicated;

@@ -11,6 +11,12 @@
 namespace ebb::shard {
 namespace {
 
+// Whether a gradient of an earlier backward is to be added to.
+bool accumulates(const FlatParameter& flat) {
+  return std::any_of(
+      flat.members.begin(), flat.members.end(), [](const Member& member) { return member.leaf.grad().defined(); });
+}
+
 // One reduction is filled while another is under way.
 constexpr std::int64_t kMaxBuffers = 2;
 
@@ -73,6 +79,9 @@ at::Tensor GradientReducer::take_buffer() {
 }
 
 void GradientReducer::drop_hidden_gradients() {
+  if (engine_.tier()) {
+    return; // they are not where activations go
+  }
   for (const auto& unit : engine_.units()) {
     for (auto& flat : unit->flats) {
       if (flat->flat_grad.defined() && flat->flat_grad.storage().use_count() == 1) {
@@ -219,20 +228,20 @@ void GradientReducer::start(Unit& unit) {
     if (flat->unsynced.defined()) {
       input.add_(std::exchange(flat->unsynced, at::Tensor()));
     }
-    const bool accumulates = std::any_of(
-        flat->members.begin(), flat->members.end(), [](const Member& member) { return member.leaf.grad().defined(); });
-    const bool shared = flat->flat_grad.defined() && flat->flat_grad.storage().use_count() > 1 && !accumulates;
+    const bool adds = accumulates(*flat);
+    const bool shared = flat->flat_grad.defined() && flat->flat_grad.storage().use_count() > 1 && !adds;
     if (!flat->flat_grad.defined() || shared) { // a user kept the last step's gradients: they stay theirs
-      const auto options = flat->shard.options().dtype(flat->grad_dtype);
-      flat->flat_grad = accumulates ? at::zeros({flat->shard_numel}, options) : at::empty({flat->shard_numel}, options);
+      flat->flat_grad = adds || flat->tier
+                            ? flat->zeros(flat->grad_dtype)
+                            : at::empty({flat->shard_numel}, flat->shard.options().dtype(flat->grad_dtype));
     }
     if (engine_.faults_.scaled_gradient == unit.index) {
       input.mul_(1.01);
     }
     at::Tensor output = input;
     if (!unit.whole) {
-      output = accumulates || flat->grad_dtype != flat->reduce_dtype
-                   ? at::empty({flat->shard_numel}, flat->shard.options().dtype(flat->reduce_dtype))
+      output = adds || flat->tier || flat->grad_dtype != flat->reduce_dtype
+                   ? at::empty({flat->shard_numel}, input.options())
                    : flat->flat_grad;
     }
     if (engine_.faults_.skipped_reduce == unit.index) {
@@ -320,6 +329,11 @@ void GradientReducer::collect(InFlight& reduction) {
     if (output.is_same(flat->flat_grad)) {
       continue;
     }
+    if (flat->tier && !accumulates(*flat)) {
+      engine_.stage_.store(flat->flat_grad, output);
+      continue;
+    }
+    output = output.to(flat->flat_grad.device());
     for (auto& member : flat->members) {
       const auto part = output.narrow(0, member.leaf.storage_offset(), member.leaf.numel());
       if (member.leaf.grad().defined()) {
@@ -329,6 +343,9 @@ void GradientReducer::collect(InFlight& reduction) {
       }
     }
   }
+  if (reduction.unit->whole) {
+    engine_.stage_.finish_stores(); // their source, the reduce buffer, is filled again
+  }
   step_in_backward(*reduction.unit);
 }
 
@@ -336,6 +353,7 @@ void GradientReducer::step_in_backward(Unit& unit) {
   if (!engine_.optimizer_in_backward_) {
     return;
   }
+  engine_.stage_.finish_stores();
   for (auto& flat : unit.flats) {
     if (!flat->requires_grad) {
       continue;
@@ -359,6 +377,7 @@ void GradientReducer::collect_all() {
     }
     free_buffers_.push_back(std::move(releasing_.front().buffer));
   }
+  engine_.stage_.finish_stores();
 }
 
 } // namespace ebb::shard

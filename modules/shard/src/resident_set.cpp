@@ -123,8 +123,9 @@ void ResidentSet::start_gather(Unit& unit, Frame frame, bool prefetch) {
       unit.gathers.push_back(unit.near_group->all_gather(output, flat->near_slice, unit.name));
     } else {
       const at::NoGradGuard no_grad;
+      const auto shard = engine_.stage_.take(*flat);
       unit.gathers.push_back(
-          unit.group->all_gather(output, flat->is_mixed() ? flat->shard.to(flat->dtype) : flat->shard, unit.name));
+          unit.group->all_gather(output, flat->is_mixed() ? shard.to(flat->dtype) : shard, unit.name));
     }
   }
   check_invariant();
@@ -207,12 +208,13 @@ void ResidentSet::drop_near_slice(Unit& unit) {
 }
 
 at::Tensor ResidentSet::gather_full(FlatParameter& flat) {
-  auto memory = at::empty({flat.padded_numel}, flat.shard.options());
+  const auto shard = engine_.stage_.take(flat);
+  auto memory = at::empty({flat.padded_numel}, shard.options());
   const auto bytes = static_cast<std::int64_t>(memory.nbytes());
   held_bytes_ += bytes;
   kept_bytes_ += bytes;
   peak_held_bytes_ = std::max(peak_held_bytes_, held_bytes_);
-  const auto work = flat.unit->group->all_gather(memory, flat.shard, flat.unit->name);
+  const auto work = flat.unit->group->all_gather(memory, shard, flat.unit->name);
   work->wait();
   work->release();
   return memory;

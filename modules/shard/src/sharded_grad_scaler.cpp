@@ -1,5 +1,7 @@
 #include "ebb/shard/sharded_grad_scaler.h"
 
+#include "sync.h"
+
 #include <torch/torch.h>
 
 #include <cmath>
@@ -58,7 +60,7 @@ void ShardedGradScaler::unscale_(torch::optim::Optimizer& optimizer) {
     found_inf = at::maximum(found_inf, on_device.to(device));
   }
   if (group_->size() > 1) {
-    group_->all_reduce(found_inf, comm::ReduceOp::kMax, 1, "(gradient overflow)")->wait();
+    all_reduce_small(*group_, found_inf, comm::ReduceOp::kMax, "(gradient overflow)");
   }
   seen_[&optimizer] = {Stage::kUnscaled, found_inf.item<float>() > 0};
 }

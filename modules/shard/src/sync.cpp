@@ -110,4 +110,11 @@ void broadcast_from_rank0(const ModuleTree& tree, comm::Communicator& group) {
   }
 }
 
+void all_reduce_small(comm::Communicator& group, at::Tensor& tensor, comm::ReduceOp op, std::string_view unit) {
+  const bool elsewhere = tensor.is_cpu() && !group.capabilities().cpu;
+  auto served = elsewhere ? tensor.to(at::kCUDA) : tensor;
+  group.all_reduce(served, op, 1, unit)->wait();
+  tensor = elsewhere ? served.cpu() : served;
+}
+
 } // namespace ebb::shard

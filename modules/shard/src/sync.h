@@ -19,4 +19,8 @@ void check_same_model(
 /// Copies rank 0's parameters and buffers to every rank. Collective.
 void broadcast_from_rank0(const ModuleTree& tree, comm::Communicator& group);
 
+/// all_reduce() of a few numbers, wherever they are: gradients may be on the host while the group serves GPUs alone.
+/// Collective.
+void all_reduce_small(comm::Communicator& group, at::Tensor& tensor, comm::ReduceOp op, std::string_view unit);
+
 } // namespace ebb::shard

@@ -4,6 +4,7 @@
 #include "ebb/comm/mesh.h"
 #include "ebb/shard/comm_hook.h"
 #include "ebb/shard/mixed_precision.h"
+#include "ebb/shard/offload.h"
 #include "ebb/shard/wrap_policy.h"
 
 #include <ATen/core/Tensor.h>
@@ -61,6 +62,8 @@ struct ShardOptions {
   std::function<UnitOptions(const ModuleInfo&)> unit_options = {};
   /// Dtypes of compute, reduction and buffers; by default everything as the model has it.
   MixedPrecision mixed_precision = {};
+  /// Where shards, gradients and optimizer state are when they are not in use; by default on the model's device.
+  std::optional<OffloadPolicy> offload = {};
   /// Buffers that hold one gathered unit each; never more in use but for what one operator needs at once. This is the
   /// rate limiter of the FSDP paper (Zhao et al. 2023, section 3.4). At least 1.
   int frames = 2;
@@ -96,6 +99,8 @@ struct Residency {
   std::int64_t pinned_bytes = 0; ///< Beyond the allowance for the running operator.
   std::int64_t kept_bytes = 0; ///< By kShardGradOp, kNoShard, unshard() or a full-parameter scope.
   std::int64_t near_bytes = 0; ///< 1/n of units between forward and backward (integer reshard_after_forward).
+  std::int64_t staged_bytes = 0; ///< Copies of offloaded shards that wait for their gather.
+  std::int64_t offloaded_bytes = 0; ///< Shards, gradients and optimizer state in the tier of ShardOptions::offload.
 };
 
 /// Counts since fully_shard(), or since reset_stats().

@@ -1,0 +1,58 @@
+#pragma once
+
+#include "ebb/shard/offload.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace ebb::shard {
+
+/// A copy under way. Both tensors stay alive until it is done.
+class Copy {
+ public:
+  virtual ~Copy() = default;
+  /// Returns when the destination may be read by what follows here: by later work on the device's current stream, or on
+  /// the host. Throws what the copy threw.
+  virtual void wait() = 0;
+};
+
+/// Copies between a tier and a device while other work goes on. Copies of one copier happen in the order they were asked
+/// for.
+class Copier {
+ public:
+  virtual ~Copier() = default;
+  /// `to` and `from` have the same sizes; dtypes may differ. What is queued on the device so far comes before it.
+  virtual std::shared_ptr<Copy> copy(at::Tensor to, at::Tensor from) = 0;
+
+  /// A thread for the CPU, a stream for accelerators.
+  static std::unique_ptr<Copier> make(c10::Device device, const OffloadPolicy& policy);
+};
+
+/// Memory outside the device, and the way there and back.
+class Tier {
+ public:
+  /// @throws ValueError for a policy that the device excludes; RuntimeError where the file cannot be made.
+  Tier(const OffloadPolicy& policy, c10::Device device);
+  ~Tier();
+
+  /// Zeros, 1-D. @throws OutOfMemoryError where the disk is full; names the folder and what was asked for.
+  at::Tensor zeros(std::int64_t numel, c10::ScalarType dtype);
+  std::shared_ptr<Copy> copy(at::Tensor to, at::Tensor from) {
+    return copier_->copy(std::move(to), std::move(from));
+  }
+  /// Bytes of live tensors in it.
+  std::int64_t bytes() const;
+  /// "pinned host memory", "a file in /scratch"
+  std::string describe() const;
+
+ private:
+  class File;
+  OffloadPolicy policy_;
+  std::shared_ptr<File> file_; ///< Shared with the tensors that are on it.
+  std::shared_ptr<std::int64_t> pinned_bytes_;
+  std::unique_ptr<Copier> copier_;
+};
+
+} // namespace ebb::shard

@@ -1,5 +1,7 @@
 #include "job.h"
 
+#include "support/temporary_folder.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -19,6 +21,7 @@ using ::testing::AllOf;
 using ::testing::Each;
 using ::testing::HasSubstr;
 using ::testing::SizeIs;
+using ::testing::StartsWith;
 
 // The launcher leaves ranks the time to end by themselves, so that the tests see what they say.
 std::vector<std::string> launch(int nproc, std::vector<std::string> mode, const char* leave_ms = "30000") {
@@ -132,6 +135,36 @@ TEST_P(DistBy, ALivePeerThatDoesNotArriveIsNamedAtTheTimeout) {
       job.lines_with("rank 0 TimeoutError"),
       AllOf(SizeIs(1), Each(AllOf(HasSubstr("rank 1 (alive"), HasSubstr("'after'")))))
       << job.output();
+}
+
+TEST(Dist, AKilledRankLeavesTheOthersLastCollectivesInAFolder) {
+  const TemporaryFolder folder;
+  auto changes = kPatient;
+  changes.push_back("EBB_FLIGHT_RECORDER_DIR=" + folder.path().string());
+  Job job(launch(3, {"steps", "1000000", "1"}), changes);
+  for (const char* rank : {"0", "1", "2"}) {
+    ASSERT_NE(job.wait_for(std::string("rank ") + rank + " is stepping"), "") << job.output();
+  }
+  ::kill(job.pid_of_rank(2), SIGKILL);
+  EXPECT_EQ(job.wait(), 128 + SIGKILL) << job.output();
+  for (const int rank : {0, 1}) {
+    const auto path = folder.path() / ("rank" + std::to_string(rank) + ".txt");
+    EXPECT_THAT(job.lines_with("collectives of rank " + std::to_string(rank) + " are in " + path.string()), SizeIs(1));
+    std::ifstream file(path);
+    std::vector<std::string> lines;
+    for (std::string line; std::getline(file, line);) {
+      lines.push_back(line);
+    }
+    ASSERT_GE(lines.size(), 4) << job.output();
+    EXPECT_THAT(
+        lines[0],
+        StartsWith(
+            "rank " + std::to_string(rank) + " of 3, process " + std::to_string(job.pid_of_rank(rank)) + " on "));
+    EXPECT_THAT(*(lines.end() - 2), AllOf(HasSubstr("all_reduce"), HasSubstr("failed")));
+    EXPECT_THAT(
+        lines.back(), AllOf(StartsWith("not finished: all_reduce of unit 'test' at step "), HasSubstr("rank 2")));
+  }
+  EXPECT_FALSE(std::filesystem::exists(folder.path() / "rank2.txt"));
 }
 
 TEST(Dist, ARankThatEndsBeforeItJoinsIsNamed) {

@@ -3,10 +3,12 @@
 #include "ebb/base/error.h"
 #include "ebb/base/log.h"
 
+#include "connect_group.h"
 #include "connect_nccl.h"
 #include "failure.h"
 #include "hierarchical_communicator.h"
 #include "peer_communicator.h"
+#include "recorded_communicator.h"
 #include "socket_communicator.h"
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -126,7 +128,7 @@ std::string joined(const std::vector<std::string>& clauses) {
 
 } // namespace
 
-std::shared_ptr<Communicator> connect(const StorePtr& store, int rank, int size, const GroupOptions& options) {
+std::shared_ptr<Communicator> connect_group(const StorePtr& store, int rank, int size, const GroupOptions& options) {
   TORCH_CHECK_VALUE(
       size >= 1 && rank >= 0 && rank < size, "[connect] expected a rank in [0, size), got rank ", rank, " of ", size);
   TORCH_CHECK_VALUE(
@@ -137,7 +139,7 @@ std::shared_ptr<Communicator> connect(const StorePtr& store, int rank, int size,
       size == 1 || options.backend != "single", "[connect] backend 'single' is for one rank, got ", size,
       "; use 'gloo' or 'auto'");
   if (size == 1) {
-    return single();
+    return single_group();
   }
   auto health = std::make_shared<Health>(store, rank, size, options);
   std::shared_ptr<Communicator> group;
@@ -162,6 +164,11 @@ std::shared_ptr<Communicator> connect(const StorePtr& store, int rank, int size,
       "group of {} ranks on backend {}: all_gather by {}, reduce_scatter by {}; it lacks {}", size, can.backend,
       can.all_gather, can.reduce_scatter, joined(can.lacks));
   return group;
+}
+
+std::shared_ptr<Communicator> connect(const StorePtr& store, int rank, int size, const GroupOptions& options) {
+  const auto settings = flight_settings(); // First, so that a bad value is told before anybody waits.
+  return record(connect_group(store, rank, size, options), settings);
 }
 
 } // namespace ebb::comm

@@ -4,7 +4,9 @@
 #include "ebb/base/error.h"
 #include "ebb/base/log.h"
 
+#include "connect_group.h"
 #include "environment.h"
+#include "recorded_communicator.h"
 #include "rendezvous.h"
 #include "rendezvous_net.h"
 
@@ -193,6 +195,7 @@ std::shared_ptr<Communicator> init(const LaunchEnvironment& environment, const G
   if (const char* host = std::getenv("EBB_HOST_ID"); host && *host) {
     options.host = host;
   }
+  const auto flight = flight_settings();
   if (env.world_size == 1) {
     return options.backend == "auto" || options.backend == "single"
                ? single()
@@ -208,7 +211,7 @@ std::shared_ptr<Communicator> init(const LaunchEnvironment& environment, const G
         " takes connections but does not answer; its process is stopped or overloaded");
   }
   log::debug("joined {} ranks through the store at {}:{}", env.world_size, env.master_addr, env.master_port);
-  auto group = connect(place->group, env.rank, env.world_size, options);
+  auto group = record(connect_group(place->group, env.rank, env.world_size, options), flight);
   if (env.store_is_up) {
     return group;
   }

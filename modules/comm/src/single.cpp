@@ -1,7 +1,9 @@
 #include "ebb/comm/init.h"
 
+#include "connect_group.h"
 #include "failure.h"
 #include "ordered_sum.h"
+#include "recorded_communicator.h"
 
 #include <torch/torch.h>
 
@@ -90,7 +92,7 @@ class SingleCommunicator final : public Communicator {
 
  protected:
   std::shared_ptr<Communicator> split(const std::vector<int>& /*ranks*/, const std::string& /*name*/) override {
-    return single();
+    return single_group();
   }
 
  private:
@@ -124,8 +126,12 @@ class SingleCommunicator final : public Communicator {
 
 } // namespace
 
-std::shared_ptr<Communicator> single() {
+std::shared_ptr<Communicator> single_group() {
   return std::make_shared<SingleCommunicator>();
+}
+
+std::shared_ptr<Communicator> single() {
+  return record(single_group(), flight_settings());
 }
 
 } // namespace ebb::comm

@@ -1,5 +1,7 @@
 #include "subgroups.h"
 
+#include "connect_group.h"
+
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
@@ -17,8 +19,8 @@ std::shared_ptr<Communicator> Subgroups::split(
     times = splits_[name]++;
   }
   const auto prefix = "split/" + name + "/" + std::to_string(times);
-  auto group = ranks.size() == 1 ? single()
-                                 : connect(
+  auto group = ranks.size() == 1 ? single_group()
+                                 : connect_group(
                                        c10::make_intrusive<c10d::PrefixStore>(prefix, store),
                                        static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size()), options);
   const std::lock_guard lock(mutex_);

@@ -141,7 +141,10 @@ template <class T>
 std::string toml_text(const T& value) {
   if constexpr (std::is_same_v<T, std::string>) {
     std::ostringstream out;
-    out << toml::value<std::string>(value);
+    const toml::value<std::string> node(value);
+    // Newlines escaped, on one line: of a string over several, TOML drops a newline at the start.
+    const bool plain = value.find('\n') == std::string::npos;
+    out << toml::toml_formatter(node, plain ? toml::format_flags::allow_literal_strings : toml::format_flags::none);
     return out.str();
   } else if constexpr (std::is_same_v<T, double>) {
     const auto text = option_text(value);

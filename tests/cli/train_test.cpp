@@ -67,6 +67,23 @@ TEST(Train, CopiesOfShardsAndAccumulationComputeTheSameOnTheSameGlobalBatch) {
   EXPECT_NEAR(four["shard_bytes_per_rank"][0].get<double>(), one["shard_bytes_per_rank"][0].get<double>() / 2, 1024);
 }
 
+TEST(Train, FollowsABatchScheduleAndWritesItDown) {
+  const TemporaryFolder folder;
+  const auto one = train(folder, "one", {"--batch", "8", "--batch-schedule", "1:8", "2:16", "--eval-batches", "0"});
+  EXPECT_EQ(one["tokens"], (8 + 8 + 16) * 16);
+  const auto config = (folder.path() / "one" / "config.toml").string();
+  const auto two = train(
+      folder, "two", {"--config", config, "--batch", "1", "--accumulate", "4", "--nproc", "2", "--eval-batches", "0"});
+  EXPECT_EQ(two["tokens"], one["tokens"]);
+  EXPECT_NEAR(two["train_loss"], one["train_loss"], 2e-6);
+  EXPECT_NEAR(two["eval_loss"], one["eval_loss"], 2e-6);
+  const auto outcome = run_ebb(
+      folder, tiny_training(
+                  write_text(folder), (folder.path() / "three").string(), {"--nproc", "2", "--batch-schedule", "1:5"}));
+  EXPECT_EQ(outcome.code, 2);
+  EXPECT_THAT(outcome.err, HasSubstr("2 rank(s) can share equally, got 5"));
+}
+
 TEST(Train, ComputesInBfloat16AndKeepsFloatParameters) {
   const TemporaryFolder folder;
   const auto fp32 = train(folder, "fp32", {"--nproc", "2"});

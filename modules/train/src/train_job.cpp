@@ -45,8 +45,11 @@ c10::Device device_of(const ParameterSet& parameters) {
 TrainJob::TrainJob(TrainSetup setup)
     : setup_(checked(std::move(setup))),
       device_(device_of(*setup_.model.parameters)),
+      schedule_(parse_batch_schedule(setup_.options.batch_schedule)),
       order_(setup_.corpus, static_cast<std::uint64_t>(setup_.options.seed)),
-      optimizer_(make_optimizer(setup_.options, tensors_of(setup_.model.parameters->named()))) {}
+      optimizer_(make_optimizer(setup_.options, tensors_of(setup_.model.parameters->named()))) {
+  check_batch_schedule(schedule_, setup_.world->size());
+}
 
 TrainJob::~TrainJob() = default;
 
@@ -93,6 +96,12 @@ void TrainJob::begin() {
   tell([&](Observer& observer) { observer.on_phase(Phase::kOfflineTraining); });
 }
 
+BatchPlan TrainJob::batch_plan() const {
+  const auto& options = setup_.options;
+  const auto first = options.batch * options.accumulate * setup_.world->size();
+  return plan_batch(scheduled_batch(schedule_, first, step_), options.batch, setup_.world->size());
+}
+
 void TrainJob::run_step(bool want_stop, bool& stop) {
   const auto began_at = setup_.clock->now();
   const auto& options = setup_.options;
@@ -101,17 +110,18 @@ void TrainJob::run_step(bool want_stop, bool& stop) {
   world.set_step(step_ + 1);
   set_training(true);
 
+  const auto plan = batch_plan();
   at::Tensor mean; // of this rank's losses
   at::Tensor loss;
-  for (std::int64_t micro = 0; micro < options.accumulate; ++micro) {
-    const auto batch =
-        data::make_batch(*setup_.corpus, data::Split::kTrain, order_.next(options.batch, world.rank(), world.size()));
+  for (std::int64_t micro = 0; micro < plan.accumulate; ++micro) {
+    const auto batch = data::make_batch(
+        *setup_.corpus, data::Split::kTrain, order_.next(plan.micro_batch, world.rank(), world.size()));
     loss = setup_.model.loss(batch.tokens_BT.to(device_), batch.targets_BT.to(device_));
-    if (options.accumulate > 1) {
-      loss = loss / options.accumulate;
+    if (plan.accumulate > 1) {
+      loss = loss / plan.accumulate;
     }
     mean = mean.defined() ? mean + loss.detach() : loss.detach();
-    if (micro + 1 < options.accumulate) {
+    if (micro + 1 < plan.accumulate) {
       const auto scope = parameters.no_sync();
       loss.backward();
     }
@@ -141,7 +151,7 @@ void TrainJob::run_step(bool want_stop, bool& stop) {
 
   StepInfo info;
   info.step = step_;
-  info.samples = options.batch * options.accumulate * world.size();
+  info.samples = plan.global_batch;
   info.tokens = info.samples * setup_.corpus->options().context;
   info.flops = (6.0 * static_cast<double>(parameters.num_parameters()) + setup_.model.attention_flops_per_token) *
                static_cast<double>(info.tokens / world.size());

@@ -127,6 +127,84 @@ TEST(TrainSharded, AccumulatedMicroBatchesEqualOneBatch) {
   });
 }
 
+TEST(TrainSharded, AScheduledBatchDoesNotDependOnItsMicroBatches) {
+  const ebb::test::TemporaryFolder folder;
+  const auto corpus = tiny_corpus(folder);
+  auto options = tiny_options();
+  options.batch = 24;
+  options.batch_schedule = {"3:12", "7:48"};
+  options.eval_batches = 0;
+  const std::vector<std::int64_t> samples{24, 24, 24, 12, 12, 12, 12, 48, 48, 48, 48, 48};
+  auto alone = steady_model(1);
+  const auto recorder = std::make_shared<test::Recorder>();
+  TrainJob reference(
+      {.model = without_modes(alone, local_parameters(test::named_tensors(alone->named_parameters()))),
+       .corpus = corpus,
+       .world = comm::single(),
+       .options = options,
+       .observers = {recorder}});
+  const auto expected = reference.advance({});
+  const auto expected_parameters = whole_copies(alone);
+  ASSERT_EQ(recorder->steps.size(), samples.size());
+  for (std::size_t step = 0; step < samples.size(); ++step) {
+    EXPECT_EQ(recorder->steps[step].samples, samples[step]);
+    EXPECT_EQ(recorder->steps[step].tokens, samples[step] * 8);
+  }
+
+  options.batch = 4; // on 2 ranks 12 = 2 x 3 x 2: micro-batches of 3
+  options.accumulate = 3;
+  std::vector<TinyModel> models{steady_model(1), steady_model(1), steady_model(5), steady_model(5)};
+  ebb::test::spawn_ranks(2, [&](const std::shared_ptr<comm::Communicator>& world) {
+    const auto told = std::make_shared<test::Recorder>();
+    const auto job_on = [&](TinyModel& model, const shard::ShardedModel& shards) {
+      return std::make_unique<TrainJob>(TrainSetup{
+          .model = without_modes(model, sharded_parameters(shards)),
+          .corpus = corpus,
+          .world = world,
+          .options = options,
+          .observers = {told}});
+    };
+    auto& model = models[world->rank()];
+    auto shards = sharded(model, world);
+    const auto job = job_on(model, shards);
+    job->advance({.steps = 5, .seconds = {}});
+    const auto paused = job->pause();
+    const auto status = job->advance({});
+    EXPECT_NEAR(status.metrics.at("loss"), expected.metrics.at("loss"), 1e-5);
+    EXPECT_NEAR(status.metrics.at("eval/loss"), expected.metrics.at("eval/loss"), 1e-5);
+    for (std::size_t step = 0; step < samples.size(); ++step) {
+      EXPECT_EQ(told->steps.at(step).samples, samples[step]);
+    }
+    auto& resumed_model = models[2 + world->rank()];
+    auto resumed_shards = sharded(resumed_model, world);
+    const auto resumed = job_on(resumed_model, resumed_shards);
+    resumed->resume(paused);
+    resumed->advance({});
+    const auto scope = shards.full_parameters({.writeback = false});
+    const auto resumed_scope = resumed_shards.full_parameters({.writeback = false});
+    EXPECT_LT(largest_difference(whole_copies(model), expected_parameters), 1e-4);
+    EXPECT_EQ(largest_difference(whole_copies(resumed_model), whole_copies(model)), 0.0);
+  });
+}
+
+TEST(TrainSharded, RefusesAScheduleThatRanksCannotShare) {
+  const ebb::test::TemporaryFolder folder;
+  const auto corpus = tiny_corpus(folder);
+  auto options = tiny_options();
+  for (const std::string wrong : {"5", "0:4"}) {
+    auto model = steady_model(1);
+    options.batch_schedule = {wrong};
+    EXPECT_THROW(
+        TrainJob(
+            {.model = without_modes(model, local_parameters(test::named_tensors(model->named_parameters()))),
+             .corpus = corpus,
+             .world = comm::single(),
+             .options = options}),
+        c10::ValueError)
+        << wrong;
+  }
+}
+
 TEST(TrainShardedJob, PausedAndResumedEqualsTheUninterruptedRunBitForBit) {
   const ebb::test::TemporaryFolder folder;
   const auto corpus = tiny_corpus(folder);

@@ -6,6 +6,7 @@
 #include "ebb/comm/communicator.h"
 #include "ebb/data/byte_corpus.h"
 #include "ebb/data/window_order.h"
+#include "ebb/train/batch_schedule.h"
 #include "ebb/train/optimizer.h"
 #include "ebb/train/train_options.h"
 #include "ebb/train/trainable_model.h"
@@ -42,7 +43,7 @@ struct TrainTotals {
 ///
 /// One step: the next global batch, forward, backward, clipping, optimizer at the scheduled rate. After steps that
 /// eval_every and sample_every name, and after the last, it evaluates and samples. W ranks of `batch` sequences train
-/// as one rank of W x batch would, up to rounding.
+/// as one rank of W x batch would, up to rounding. How a global batch is cut into micro-batches does not matter either.
 ///
 /// Metrics: "loss" (mean over the global batch, before the step's update), "grad_norm" (before clipping), "lr",
 /// "tokens_per_second" (all ranks), "tflops" (this rank), "peak_memory_bytes" (this rank); "eval/loss".
@@ -98,6 +99,8 @@ class TrainJob final : public Job {
 
  private:
   void begin();
+  /// Of the next step.
+  BatchPlan batch_plan() const;
   void run_step(bool want_stop, bool& stop);
   /// Whether any rank was asked to stop. Collective.
   bool agree_to_stop();
@@ -115,6 +118,7 @@ class TrainJob final : public Job {
 
   TrainSetup setup_;
   c10::Device device_;
+  std::vector<BatchStage> schedule_;
   data::WindowOrder order_;
   std::unique_ptr<Optimizer> optimizer_;
   std::int64_t step_ = 0;

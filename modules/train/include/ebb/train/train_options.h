@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace ebb::train {
 
@@ -14,6 +15,7 @@ struct TrainOptions {
   std::int64_t steps = 1000;
   std::int64_t batch = 8;
   std::int64_t accumulate = 1;
+  std::vector<std::string> batch_schedule = {}; ///< parse_batch_schedule() reads it.
   std::string optimizer = "adamw";
   double lr = 3e-4;
   std::optional<double> min_lr = {}; ///< lowest_lr() has the default.
@@ -47,6 +49,11 @@ struct TrainOptions {
         "accumulate", &O::accumulate,
         "Forwards and backwards of a step; their gradients add up before they are reduced once.",
         between(1, 1'000'000));
+    visit(
+        "batch_schedule", &O::batch_schedule,
+        "STEP:SAMPLES, several with spaces between: after STEP steps, global batches of SAMPLES sequences over all "
+        "ranks, in micro-batches of at most batch. Before the first, ranks x batch x accumulate.",
+        any_value());
     visit(
         "optimizer", &O::optimizer, "adamw, adam, sgd, rmsprop or adagrad.",
         any_value()); // names checked by make_optimizer

@@ -39,7 +39,8 @@ struct BatchOptions {
 struct GradientNorms {
   /// Of this rank's gradient before reduction: LocalGradientNorm::take(). Averaged over the ranks.
   double small_squared = 0;
-  /// Of the reduced gradient, before clipping: the square of what clip_grad_norm_() returns.
+  /// Of the reduced gradient, before clipping: the square of what clip_grad_norm_() returns. Of the mean over
+  /// the ranks: where ShardOptions::gradient_divide_factor is not their number, undo that first.
   double big_squared = 0;
   /// Samples behind the first; 0 for the rank's whole part of the step, as with no_sync().
   std::int64_t small_batch = 0;

@@ -58,7 +58,7 @@ class GradientNoise {
 ///   auto sharded = ebb::fully_shard(model, {.mesh = mesh, .comm_hook = local.hook()});
 ///
 /// Works with every strategy, with gradient accumulation and with copies of shards. Costs one pass over each gradient
-/// that is reduced. Copies are handles to the same one.
+/// that is reduced. With a gradient scaler, divide by the square of its scale. Copies are handles to the same one.
 class LocalGradientNorm {
  public:
   LocalGradientNorm();

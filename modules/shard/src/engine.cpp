@@ -82,10 +82,10 @@ void Engine::drop_failed_backward() {
       "own");
 }
 
-void Engine::begin_backward_if_needed() {
+bool Engine::begin_backward_if_needed() {
   drop_failed_backward();
   if (armed_) {
-    return;
+    return false;
   }
   auto token = std::make_shared<int>();
   backward_ = token;
@@ -98,18 +98,22 @@ void Engine::begin_backward_if_needed() {
   });
   backward_thread_ = std::this_thread::get_id();
   armed_ = true;
+  return true;
 }
 
 void Engine::touch_and_pin(FlatParameter& flat) {
   const std::lock_guard lock(mutex_);
   Unit& unit = *flat.unit;
+  bool begins_backward = false;
   if (torch::autograd::get_current_graph_task_id() != -1) {
-    begin_backward_if_needed();
+    begins_backward = begin_backward_if_needed();
   } else {
     drop_failed_backward();
   }
   if (&unit != current_) {
     visit(unit);
+  } else if (begins_backward && !unit.backward_prefetch.empty()) {
+    prefetch(); // the last unit of forward is not visited again
   }
   if (unit.residence == Residence::kResident) {
     ++stats_.touches;

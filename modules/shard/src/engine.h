@@ -146,7 +146,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   Pass current_pass() const;
   void drop_failed_backward();
-  void begin_backward_if_needed();
+  /// Whether the backward begins with this call.
+  bool begin_backward_if_needed();
   void end_backward();
   void open_full(FlatParameter& flat, bool only_help);
   void close_full(FlatParameter& flat);

@@ -110,12 +110,16 @@ std::unique_ptr<Unit> make_unit(
   return unit;
 }
 
-void convert_buffers(const ModuleTree& tree, const MixedPrecision& mixed) {
+void convert_buffers(const ModuleTree& tree, const ShardOptions& options) {
+  const auto& mixed = options.mixed_precision;
   if (!mixed.buffer_dtype) {
     return;
   }
-  for (const auto& node : tree.nodes) {
-    if (mixed.keep_full && mixed.keep_full({node.name, node.class_name, 0, 0, node.depth, node.module})) {
+  const auto ignored = covered_nodes(tree, options.ignored);
+  for (std::size_t i = 0; i < tree.nodes.size(); ++i) {
+    const auto& node = tree.nodes[i];
+    const bool keeps = mixed.keep_full && mixed.keep_full({node.name, node.class_name, 0, 0, node.depth, node.module});
+    if (keeps || ignored[i]) {
       continue;
     }
     for (auto [name, buffer] : node.buffers) {
@@ -261,7 +265,7 @@ ShardedModel shard(Model& model, ShardOptions options, Recording* recording = nu
     fill_from(*recording, units);
     check_aliases(tree, plans);
   }
-  convert_buffers(tree, options.mixed_precision);
+  convert_buffers(tree, options);
   auto engine = std::make_shared<Engine>(std::move(options), std::move(units));
   engine->set_ignored(ignored);
   engine->take_over();

@@ -114,6 +114,19 @@ ModuleTree ModuleTree::of(torch::jit::Module& model) {
   return tree;
 }
 
+std::vector<bool> covered_nodes(const ModuleTree& tree, const WrapPolicy& modules) {
+  std::vector<bool> covered;
+  for (const auto& node : tree.nodes) {
+    covered.push_back(modules && modules({node.name, node.class_name, 0, 0, node.depth, node.module}));
+  }
+  for (std::size_t i = tree.nodes.size(); i-- > 0;) { // from the root down
+    for (const int child : tree.nodes[i].children) {
+      covered[child] = covered[child] || covered[i];
+    }
+  }
+  return covered;
+}
+
 std::vector<std::pair<std::string, at::Tensor>> ignored_parameters(
     const ModuleTree& tree, const WrapPolicy& modules, const std::vector<std::string>& names) {
   std::vector<std::pair<std::string, at::Tensor>> found;
@@ -124,19 +137,19 @@ std::vector<std::pair<std::string, at::Tensor>> ignored_parameters(
       found.emplace_back(name, tensor);
     }
   };
-  const std::function<void(int, bool)> visit = [&](int index, bool ignored) {
+  const auto ignored = covered_nodes(tree, modules);
+  const std::function<void(int)> visit = [&](int index) {
     const auto& node = tree.nodes[index];
-    ignored = ignored || (modules && modules({node.name, node.class_name, 0, 0, node.depth, node.module}));
     for (const auto& [name, tensor] : node.parameters) {
-      if (unknown.erase(name) > 0 || ignored) {
+      if (unknown.erase(name) > 0 || ignored[index]) {
         add(name, tensor);
       }
     }
     for (const int child : node.children) {
-      visit(child, ignored);
+      visit(child);
     }
   };
-  visit(static_cast<int>(tree.nodes.size()) - 1, false);
+  visit(static_cast<int>(tree.nodes.size()) - 1);
   TORCH_CHECK_VALUE(
       unknown.empty(), "[fully_shard] ignored_parameters: expected names of the model's parameters, got '",
       unknown.empty() ? std::string() : *unknown.begin(), "'; see model.named_parameters()");
@@ -234,6 +247,11 @@ void check_aliases(const ModuleTree& tree, const std::vector<UnitPlan>& plans) {
     for (const auto& parameter : plan.parameters) {
       const auto& storage = parameter.tensor.storage();
       const auto known = holders.at(storage.unsafeGetStorageImpl());
+      TORCH_CHECK_VALUE(
+          static_cast<int>(storage.use_count()) <= known || !parameter.tensor.is_view(), "[fully_shard] '",
+          parameter.names.front(),
+          "' was registered as a view (of weight.t(), say), and autograd keeps what it is a view of; register its "
+          "clone(), which has the same strides");
       TORCH_CHECK_VALUE(
           static_cast<int>(storage.use_count()) <= known, "[fully_shard] '", parameter.names.front(), "' has ",
           storage.use_count() - known,

@@ -46,6 +46,9 @@ struct UnitPlan {
   std::vector<Parameter> parameters;
 };
 
+/// Whether `modules` accepts a node or one above it, by node. Shows it every node once, children first, as policies expect.
+std::vector<bool> covered_nodes(const ModuleTree& tree, const WrapPolicy& modules);
+
 /// The parameters of modules that `modules` accepts, with those below them, and the parameters named.
 /// @throws ValueError for a name that is no parameter's.
 std::vector<std::pair<std::string, at::Tensor>> ignored_parameters(

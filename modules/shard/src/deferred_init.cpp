@@ -1,5 +1,6 @@
 #include "ebb/shard/deferred_init.h"
 
+#include "dry_mode.h"
 #include "recording.h"
 
 #include <torch/library.h>
@@ -34,6 +35,10 @@ void install_mode() {
 
 std::shared_ptr<Recording> record(const std::function<void()>& construct) {
   TORCH_CHECK_VALUE(!recording_here, "[deferred_init] called inside another deferred_init(); one is enough");
+  if (is_dry()) { // nothing has memory anyway
+    construct();
+    return std::make_shared<Recording>();
+  }
   install_mode();
   auto recording = std::make_shared<Recording>();
   const c10::impl::IncludeDispatchKeyGuard mode(kRecordKey);

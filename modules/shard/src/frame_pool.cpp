@@ -1,5 +1,7 @@
 #include "frame_pool.h"
 
+#include "op_results.h"
+
 #include <torch/torch.h>
 
 #include <cstring>
@@ -57,7 +59,9 @@ void FramePool::give_back(Frame frame) {
 #ifdef EBB_CHECK_INVARIANTS
   // A read of a frame that was given back then shows as NaN.
   if (frame.memory.is_cpu() && frame.memory.numel() > 0) {
-    std::memset(frame.memory.data_ptr(), 0xff, frame.memory.numel());
+    if (!is_without_memory(frame.memory)) {
+      std::memset(frame.memory.data_ptr(), 0xff, frame.memory.numel());
+    }
   }
 #endif
   if (!frame.extra) {

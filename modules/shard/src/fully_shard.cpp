@@ -1,6 +1,7 @@
 #include "ebb/shard/fully_shard.h"
 
 #include "dispatch.h"
+#include "dry_mode.h"
 #include "ebb/base/error.h"
 #include "ebb/base/log.h"
 #include "ebb/comm/init.h"
@@ -231,7 +232,7 @@ ShardedModel shard(Model& model, ShardOptions options, Recording* recording = nu
   }
   const auto ignored = ignored_parameters(tree, options.ignored, options.ignored_parameters);
   const auto plans =
-      plan_units(tree, options.wrap, options.mixed_precision.keep_full, ignored, /*deferred=*/recording != nullptr);
+      plan_units(tree, options.wrap, options.mixed_precision.keep_full, ignored, /*deferred=*/recording || is_dry());
   auto settings = settings_of(options);
   if (recording) {
     settings += ", deferred_init() of " + recording->summary();

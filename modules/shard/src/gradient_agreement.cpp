@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <memory>
 #include <sstream>
 
 namespace ebb::shard {
@@ -55,8 +56,9 @@ bool GradientReducer::any_reduces() const {
 // Which members got a gradient on any rank; then, whether any rank needs another round, and whether rank 0 saw the units
 // ready in another order than the agreed one.
 at::Tensor GradientReducer::vote(bool again) {
-  auto votes = at::zeros({static_cast<std::int64_t>(num_members_) + 2}, at::kFloat);
-  auto* vote = votes.data_ptr<float>();
+  // Memory of its own and not an operator's: in a dry run those have none.
+  const auto memory = std::make_shared<std::vector<float>>(num_members_ + 2);
+  auto& vote = *memory;
   std::size_t i = 0;
   for (const auto& unit : engine_.units()) {
     for (const auto& flat : unit->flats) {
@@ -70,6 +72,8 @@ at::Tensor GradientReducer::vote(bool again) {
   vote[num_members_] = again;
   const bool whole = ready_order_.size() == order_.size();
   vote[num_members_ + 1] = engine_.world().rank() == 0 && whole && ready_order_ != order_;
+  auto votes = at::from_blob(
+      vote.data(), {static_cast<std::int64_t>(vote.size())}, [memory](void*) {}, at::TensorOptions(at::kFloat));
   if (engine_.world().size() > 1) {
     const auto device = engine_.units().front()->flats.front()->device;
     auto on_device = votes.to(device);

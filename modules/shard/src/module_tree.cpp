@@ -1,5 +1,7 @@
 #include "module_tree.h"
 
+#include "op_results.h"
+
 #include <torch/script.h>
 #include <torch/torch.h>
 
@@ -63,10 +65,6 @@ struct Extent {
   std::string name;
 };
 
-bool has_memory(const at::Tensor& tensor) {
-  return tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() != nullptr;
-}
-
 void check_parameter(const std::string& name, const at::Tensor& tensor, bool deferred) {
   TORCH_CHECK_VALUE(
       !tensor.is_sparse() && tensor.layout() == c10::kStrided, "[fully_shard] expected dense parameters, got '", name,
@@ -76,7 +74,7 @@ void check_parameter(const std::string& name, const at::Tensor& tensor, bool def
       "' is on the meta device and has no values; initialise the model before sharding it, or build it by "
       "ebb::deferred_init() and shard what that returns");
   TORCH_CHECK_VALUE(
-      deferred || tensor.numel() == 0 || has_memory(tensor), "[fully_shard] '", name,
+      deferred || !is_without_memory(tensor), "[fully_shard] '", name,
       "' has no values yet, since the model comes from ebb::deferred_init(); pass what that returned, not its model()");
   TORCH_CHECK_VALUE(
       tensor.is_leaf(), "[fully_shard] '", name,
@@ -176,7 +174,7 @@ std::vector<UnitPlan> plan_units(
       }
       check_parameter(name, tensor, deferred);
       if (tensor.numel() > 0) {
-        const auto* space = has_memory(tensor) ? nullptr : tensor.storage().unsafeGetStorageImpl();
+        const auto* space = is_without_memory(tensor) ? tensor.storage().unsafeGetStorageImpl() : nullptr;
         const auto begin = space ? static_cast<std::uintptr_t>(tensor.storage_offset() * tensor.element_size())
                                  : reinterpret_cast<std::uintptr_t>(tensor.data_ptr());
         std::int64_t span = 1;

@@ -1,6 +1,7 @@
 #include "paged_storage.h"
 
 #include "dispatch.h"
+#include "op_results.h"
 
 #include <torch/torch.h>
 
@@ -34,7 +35,7 @@ void PagedStorage::fill(const at::Tensor& memory, std::int64_t offset) {
   clear_data_ptr_access_error_msg_();
   // Owning: a leaf or a view that a user keeps may outlive the engine.
   auto keeps = std::make_unique<at::Tensor>(memory);
-  auto* data = static_cast<char*>(memory.data_ptr()) + offset;
+  auto* data = is_without_memory(memory) ? nullptr : static_cast<char*>(memory.data_ptr()) + offset;
   set_data_ptr_noswap(c10::DataPtr(
       data, keeps.release(), [](void* kept) { delete static_cast<at::Tensor*>(kept); }, device()));
 }

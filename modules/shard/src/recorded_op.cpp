@@ -34,9 +34,12 @@ OpKind kind_of(const c10::OperatorHandle& op, c10::DeviceType device) {
     return OpKind::kEmpty;
   }
   const bool writing = std::any_of(schema.arguments().begin(), schema.arguments().end(), writes);
-  // Its kernel serves all devices but reads bytes itself.
+  // Their kernels serve all devices but read bytes themselves.
   if (is_one_of<1>(op, {"aten::copy_"})) {
     return OpKind::kWrites;
+  }
+  if (is_one_of<2>(op, {"aten::convolution", "aten::convolution_backward"})) {
+    return OpKind::kMakes;
   }
   const bool view = !writing && std::any_of(schema.returns().begin(), schema.returns().end(), [](const auto& value) {
     return value.alias_info() != nullptr;

@@ -1,5 +1,6 @@
 #include "recording.h"
 
+#include "op_results.h"
 #include "recorded_op.h"
 
 #include <torch/torch.h>
@@ -20,30 +21,6 @@ at::Tensor snapshot(const at::Tensor& tensor) {
 bool covers_its_storage(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() &&
          static_cast<std::size_t>(tensor.nbytes()) == tensor.storage().nbytes();
-}
-
-// What the operator returns for tensors like its inputs, without computing it. Empty where LibTorch cannot tell.
-std::optional<torch::jit::Stack> results_on_meta(
-    const c10::OperatorHandle& op, const std::vector<c10::IValue>& inputs) {
-  torch::jit::Stack stack;
-  for (const auto& input : inputs) {
-    stack.push_back(with_tensors(input, [](const at::Tensor& tensor) {
-      return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
-    }));
-  }
-  if (const auto device = index_of(op, "device")) {
-    stack[*device] = c10::Device(at::kMeta);
-  }
-  if (const auto generator = index_of(op, "generator")) {
-    stack[*generator] = c10::IValue();
-  }
-  try {
-    const at::NoGradGuard no_grad;
-    op.callBoxed(stack);
-  } catch (const c10::Error&) {
-    return std::nullopt;
-  }
-  return stack;
 }
 
 bool all_small(const torch::jit::Stack& values) {
@@ -113,7 +90,7 @@ void Recording::make_empty(const c10::OperatorHandle& op, torch::jit::Stack* sta
       stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size()), stack->end());
   const auto& asked = inputs[*index_of(op, "device")];
   const auto device = asked.isNone() ? at::Device(at::kCPU) : asked.toDevice();
-  const auto like = results_on_meta(op, inputs);
+  const auto like = results_like(op, inputs);
   if (device.is_meta() || !like || all_small(*like)) {
     op.callBoxed(stack);
     const auto& made = stack->back().toTensor();
@@ -131,7 +108,7 @@ void Recording::make(const c10::OperatorHandle& op, const std::vector<c10::IValu
   for (const auto& input : inputs) {
     for_each_tensor(input, [&](const at::Tensor& tensor) { needs_values = needs_values || pending(tensor); });
   }
-  const auto results = results_on_meta(op, inputs);
+  const auto results = results_like(op, inputs);
   if (!needs_values && all_small(results ? *results : inputs)) {
     op.callBoxed(stack);
     for (auto value = stack->end() - static_cast<std::ptrdiff_t>(op.schema().returns().size()); value != stack->end();
@@ -163,7 +140,7 @@ void Recording::write(const c10::OperatorHandle& op, const std::vector<c10::IVal
   }
   std::optional<torch::jit::Stack> results;
   if (is_out(op)) {
-    results = results_on_meta(op, inputs);
+    results = results_like(op, inputs);
     now = now && (!results || all_small(*results));
   }
   if (now) {

@@ -43,7 +43,7 @@ template <class Function, class... Tensors>
       (std::is_convertible_v<Tensors, at::Tensor> && ...))
 at::Tensor checkpoint(Function function, const Tensors&... inputs) {
   return [&]<std::size_t... I>(std::index_sequence<I...>) {
-    CheckpointFunction call = [function = std::move(function)](const std::vector<at::Tensor>& tensors) {
+    CheckpointFunction call = [function = std::move(function)](const std::vector<at::Tensor>& tensors) mutable {
       return std::vector<at::Tensor>{function(tensors[I]...)};
     };
     return checkpoint(std::move(call), std::vector<at::Tensor>{inputs...}).front();

@@ -1,4 +1,5 @@
 #include "config_file.h"
+#include "dry_run.h"
 #include "option_flags.h"
 #include "run_directory.h"
 #include "subcommand.h"
@@ -26,6 +27,7 @@ struct TrainCommand {
   OptionFlags flags;
   std::string config_file;
   bool trust_code = false;
+  bool dry_run = false;
   std::vector<std::string> arguments;
 
   int run();
@@ -63,12 +65,17 @@ void TrainCommand::resolve_all(const comm::LaunchEnvironment& environment) {
   const int world_size =
       environment.launcher == "none" ? static_cast<int>(options.parallel.nproc) : environment.world_size;
   check_parallel(options.parallel, world_size);
-  check_size(options.model, options.parallel, world_size);
+  if (!dry_run) {
+    check_size(options.model, options.parallel, world_size);
+  }
 }
 
 int TrainCommand::run() {
   const auto environment = comm::launch_environment();
   resolve_all(environment);
+  if (dry_run) {
+    return run_dry(options, trust_code);
+  }
   if (environment.launcher == "none" && options.parallel.nproc > 1) {
     check_script(options.model, options.parallel);
     comm::init({}); // a group of one: reads what the environment says of groups
@@ -95,6 +102,9 @@ std::function<int()> declare_train(CLI::App& command, const std::vector<std::str
   TrainCommandOptions::for_each_part(
       train->options, [&](const char* title, auto& part) { train->flags.add(command, title, part); });
   command.add_flag("--trust-code", train->trust_code, "Run the code in the TorchScript file.")->group("Model");
+  command.add_flag(
+      "--dry-run", train->dry_run,
+      "Train nothing: print what one step of rank 0 would compute, send and keep in memory, on any number of ranks.");
   return [train] { return train->run(); };
 }
 

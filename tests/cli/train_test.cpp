@@ -93,6 +93,34 @@ TEST(Train, ComputesInBfloat16AndKeepsFloatParameters) {
   EXPECT_EQ(bf16["shard_bytes_per_rank"], fp32["shard_bytes_per_rank"]);
 }
 
+TEST(Train, DryRunSaysWhatAStepOnManyRanksTakesAndLeavesNothing) {
+  const TemporaryFolder folder;
+  const auto directory = folder.path() / "run";
+  const auto dry = [&](const std::vector<std::string>& more) {
+    auto arguments = tiny_training(write_text(folder), directory.string(), more);
+    arguments.emplace_back("--dry-run");
+    const auto outcome = run_ebb(folder, arguments);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return outcome.out;
+  };
+  // Six times each weight of the products for each of 2 x 16 tokens, and attention: 2 layers of width 32.
+  const std::int64_t products = 2 * 12 * 32 * 32 + 256 * 32;
+  const std::int64_t flops = 6 * 32 * products + 2 * 14 * 2 * 16 * 16 * 32;
+  const auto text = dry({"--batch", "2", "--nproc", "512"});
+  EXPECT_THAT(
+      text,
+      AllOf(
+          HasSubstr("rank 0 of 512"), HasSubstr(std::to_string(flops / 10'000).insert(1, ".") + " MFLOP on this rank"),
+          HasSubstr("16384 tokens on all"), HasSubstr("over 512 ranks")));
+  // A model of 175 billion parameters, of which this machine could hold none.
+  const std::int64_t d = 12288;
+  const std::int64_t parameters = 50257 * d + 16 * d + 96 * (12 * d * d + 13 * d) + 2 * d;
+  EXPECT_THAT(
+      dry({"--layers", "96", "--d-model", "12288", "--heads", "96", "--vocab", "50257", "--nproc", "1024"}),
+      AllOf(HasSubstr(std::to_string(parameters)), HasSubstr("this rank keeps 682 MB")));
+  EXPECT_FALSE(std::filesystem::exists(directory));
+}
+
 TEST(Train, SaysInItsSummaryWhatTheRunCameTo) {
   const TemporaryFolder folder;
   const auto summary = train(folder, "run", {"--batch", "2", "--nproc", "2", "--sample-length", "60"});

@@ -7,6 +7,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace ebb::shard {
 namespace {
@@ -162,15 +163,18 @@ void GradientReducer::start_ready() {
 // Padding, and what got no gradient here, take part as zeros.
 void GradientReducer::clear_gaps(FlatParameter& flat, const at::Tensor& input) {
   std::int64_t clean_to = 0;
-  for (auto& member : flat.members) {
-    input.narrow(0, clean_to, member.offset - clean_to).zero_();
-    if (!member.filled) {
-      input.narrow(0, member.offset, member.numel).zero_();
+  const auto clear_to = [&](std::int64_t end) {
+    if (end > clean_to) {
+      input.narrow(0, clean_to, end - clean_to).zero_();
     }
-    clean_to = member.offset + member.numel;
-    member.filled = false;
+  };
+  for (auto& member : flat.members) {
+    if (std::exchange(member.filled, false)) {
+      clear_to(member.offset);
+      clean_to = member.offset + member.numel;
+    }
   }
-  input.narrow(0, clean_to, flat.padded_numel - clean_to).zero_();
+  clear_to(flat.padded_numel);
 }
 
 void GradientReducer::reduce(Unit& unit) {

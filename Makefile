@@ -38,13 +38,16 @@ test: ## build and run every fast test
 	rc=0; ctest --preset dev -j $(TEST_JOBS) --output-junit '$(CURDIR)/build/dev/tests.xml' || rc=$$?; \
 	tools/check_parity --report build/dev/tests.xml || rc=$$((rc ? rc : 1)); exit $$rc
 
-test-slow: ## sanitizers, injected delays, random kills (half an hour and more)
+test-slow: ## sanitizers, random delays of communication, lost ranks (half an hour and more)
 	tools/setup
 	$(CONFIGURE) asan-ubsan
 	$(BUILD) asan-ubsan
 	$(CONFIGURE) dev
 	$(BUILD) dev
-	rc=0; ctest --preset asan-ubsan -j $(TEST_JOBS) || rc=1; ctest --preset slow || rc=1; exit $$rc
+	rc=0; ctest --preset asan-ubsan -j $(TEST_JOBS) || rc=1; ctest --preset slow || rc=1; \
+	export EBB_TEST_DELAYS_US=1000 OMP_NUM_THREADS=1; \
+	build/dev/modules/shard/shard_tests --gtest_brief=1 --gtest_filter='-*DryRun*' || rc=1; \
+	build/dev/modules/train/train_tests --gtest_brief=1 || rc=1; exit $$rc
 
 test-interop: ## install PyTorch and run the tests that compare with it
 	tools/setup peers

@@ -1,5 +1,7 @@
 #include "support/spawn_ranks.h"
 
+#include "support/delayed_communicator.h"
+
 #include "ebb/base/log.h"
 
 #include <torch/torch.h>
@@ -32,6 +34,9 @@ void spawn_ranks(
       std::shared_ptr<comm::Communicator> group;
       try {
         group = size == 1 ? comm::single() : comm::connect(store, rank, size, options_of(rank));
+        if (const int most_us = asked_delay_us(); most_us > 0) {
+          group = delayed(group, most_us);
+        }
         body(group);
       } catch (...) {
         {

@@ -1,0 +1,1 @@
+"""make bench-largest: the largest model that trains under a memory limit."""

@@ -1,0 +1,51 @@
+"""The largest size for which a try succeeds, with few tries: each takes minutes."""
+
+
+def largest(attempt, start, limit, ceiling, resolution=1):
+    """Doubles from `start` until a try fails or two have told how the peak grows; goes to where that line meets the limit;
+    widens its stride from there until there is a failure on one side and a success on the other; bisects.
+
+    @param attempt     size -> (fits, peak); the peak counts for those that fit.
+    @param limit       of the peak, in its unit.
+    @param ceiling     never more.
+    @param resolution  stops once the smallest that failed is at most so much above the largest that fits.
+    @return The largest size that fitted, or 0, and the smallest that failed, or None.
+    """
+    peaks = {}
+    fits, fails = 0, None
+
+    def probe(size):
+        nonlocal fits, fails
+        good, peak = attempt(size)
+        if good:
+            peaks[size] = peak
+            fits = max(fits, size)
+        else:
+            fails = size if fails is None else min(fails, size)
+
+    size = start
+    while fails is None and len(peaks) < 2 and size <= ceiling:
+        probe(size)
+        size *= 2
+    stride = resolution
+    guess = _meets(peaks, limit) if len(peaks) >= 2 else None
+    while fits < ceiling and (fails is None or fails - fits > resolution):
+        if guess is not None and guess > fits:
+            size, guess = guess, None
+        elif fails is None:  # Upwards from the last success.
+            size, stride = fits + stride, 2 * stride
+        elif peaks and fails - fits > 2 * stride:  # Downwards from the last failure.
+            size, stride = fails - stride, 2 * stride
+        else:
+            size = (fits + fails) // 2
+        size = min(size, ceiling)
+        if fails is not None:
+            size = min(max(size, fits + 1), fails - 1)
+        probe(size)
+    return fits, fails
+
+
+def _meets(peaks, limit):
+    (a, peak_a), (b, peak_b) = sorted(peaks.items())[-2:]
+    slope = (peak_b - peak_a) / (b - a)
+    return int(b + (limit - peak_b) / slope) if slope > 0 else None

@@ -35,9 +35,8 @@ void attach_gradient_hooks(FlatParameter& flat) {
         TORCH_CHECK_NOT_IMPLEMENTED(
             !at::GradMode::is_enabled(), "[fully_shard] backward(create_graph) through '", owner->flat->members[i].name,
             "' (unit '", owner->unit_name,
-            "'): gradients of sharded parameters are averaged outside autograd and have no graph; leave create_graph "
-            "out, "
-            "or take autograd::grad() of the inputs, whose graph may use sharded parameters");
+            "'): its gradient is averaged outside autograd and has no graph; leave create_graph out, or take "
+            "autograd::grad() of the inputs, whose graph may use sharded parameters");
         owner->flat->members[i].parameter.mutable_grad() = at::Tensor();
       }
       return grad;

@@ -113,9 +113,8 @@ void Reducer::before_gradient() {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK_NOT_IMPLEMENTED(
       !at::GradMode::is_enabled(),
-      "[replicate] backward(create_graph): gradients are averaged outside autograd and have no graph; leave "
-      "create_graph "
-      "out, or take autograd::grad() of the inputs, whose graph may use the model's parameters");
+      "[replicate] backward(create_graph): gradients are averaged outside autograd and have no graph; leave it out, or "
+      "take autograd::grad() of the inputs, whose graph may use the model's parameters");
   if (armed_ && backward_.expired()) {
     log::warn("the last backward ended by an exception; the gradients it left behind are dropped");
     reset();

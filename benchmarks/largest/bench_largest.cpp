@@ -100,7 +100,7 @@ void train(const Arguments& args) {
 
   torch::manual_seed(0);
   auto deferred = ebb::deferred_init([&] { return gpt::GPT(args.config); });
-  auto sharded = ebb::fully_shard(
+  auto sharded = ebb::shard::fully_shard(
       deferred,
       {.mesh = ebb::comm::Mesh(world), .wrap = ebb::shard::wrap_by_type<gpt::BlockImpl>(), .sync_module_states = false});
   auto& model = *deferred.model();

@@ -10,12 +10,22 @@ NOTES = {
     "charged_mb": "peak of what was charged to each rank's group at the largest size that fits",
     "idle_kb": "anonymous resident memory of rank 0 once it has joined the group, before the model: interpreter and libraries, which "
     "count for each system as they do for its users",
+    "heap": "fixed: the C library's with MALLOC_MMAP_THRESHOLD_=131072, its initial value, for all systems; otherwise it grows as "
+    "large blocks are freed, and FSDP2 loses half of its memory to holes; default: as it comes",
     "ratios": "of parameters",
 }
 
+RATIOS = [
+    ("largest_vs_ddp", ("ebb", 4), ("ddp", 4), 4.0),
+    ("largest_vs_fsdp2", ("ebb", 4), ("fsdp2", 4), 1.2),
+    ("largest_vs_ddp_2_ranks", ("ebb", 2), ("ddp", 2), None),
+    ("largest_vs_fsdp2_2_ranks", ("ebb", 2), ("fsdp2", 2), None),
+    ("in_backward_vs_fsdp2_in_backward", ("ebb_in_backward", 4), ("fsdp2_in_backward", 4), None),
+]
 
-def _ratio(found, numerator, denominator, target=None):
-    sizes = {(e["system"], e["ranks"]): e["parameters"] for e in found}
+
+def _ratio(found, heap, numerator, denominator, target=None):
+    sizes = {(e["system"], e["ranks"]): e["parameters"] for e in found if e["heap"] == heap}
     if not sizes.get(numerator) or not sizes.get(denominator):
         return None
     value = round(sizes[numerator] / sizes[denominator], 4)
@@ -34,26 +44,22 @@ def result(facts, model, torch, args, cgroup_version, found, complete):
         "cgroup_version": cgroup_version,
         "resolution_layers": args.resolution,
     }
-    for name, numerator, denominator, target in [
-        ("largest_vs_ddp", ("ebb", 4), ("ddp", 4), 4.0),
-        ("largest_vs_fsdp2", ("ebb", 4), ("fsdp2", 4), 1.2),
-        ("largest_vs_ddp_2_ranks", ("ebb", 2), ("ddp", 2), None),
-        ("largest_vs_fsdp2_2_ranks", ("ebb", 2), ("fsdp2", 2), None),
-        ("in_backward_vs_fsdp2_in_backward", ("ebb_in_backward", 4), ("fsdp2_in_backward", 4), None),
-    ]:
-        value = _ratio(found, numerator, denominator, target)
-        if value is not None:
-            out[name] = value
+    for suffix, heap in [("", "fixed"), ("_default_heap", "default")]:
+        for name, numerator, denominator, target in RATIOS:
+            value = _ratio(found, heap, numerator, denominator, target if heap == "fixed" else None)
+            if value is not None:
+                out[name + suffix] = value
     return out | {"largest": found, "notes": NOTES}
 
 
 def table(result):
-    columns = [("system", 18), ("ranks", 5), ("layers", 6), ("Mparam", 8), ("MB", 8), ("fails at", 8), ("by", 10), ("step s", 7)]
+    columns = [("system", 18), ("heap", 7), ("ranks", 5), ("layers", 6), ("Mparam", 8), ("MB", 8), ("fails at", 8), ("by", 10), ("step s", 7)]
     lines = ["  ".join(f"{name:>{width}}" for name, width in columns)]
     for entry in result["largest"]:
         steps = entry.get("step_s") or [0.0]
         cells = [
             entry["system"],
+            entry["heap"],
             entry["ranks"],
             entry["layers"],
             f"{entry['parameters'] / 1e6:.1f}",

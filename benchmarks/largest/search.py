@@ -2,8 +2,8 @@
 
 
 def largest(attempt, start, limit, ceiling, resolution=1):
-    """Doubles from `start` until a try fails or two have told how the peak grows; goes to where that line meets the limit;
-    widens its stride from there until there is a failure on one side and a success on the other; bisects.
+    """Doubles from `start` until a try fails or two have told how the peak grows; goes to where that line meets the limit, at most
+    fourfold at a time; widens its stride from there until a failure and a success enclose the answer; bisects.
 
     @param attempt     size -> (fits, peak); the peak counts for those that fit.
     @param limit       of the peak, in its unit.
@@ -28,10 +28,11 @@ def largest(attempt, start, limit, ceiling, resolution=1):
         probe(size)
         size *= 2
     stride = resolution
-    guess = _meets(peaks, limit) if len(peaks) >= 2 else None
+    tried_guess = None
     while fits < ceiling and (fails is None or fails - fits > resolution):
-        if guess is not None and guess > fits:
-            size, guess = guess, None
+        guess = min(_meets(peaks, limit), 4 * fits) if len(peaks) >= 2 else 0
+        if guess > fits and (fails is None or guess < fails) and guess != tried_guess and stride == resolution:
+            size = tried_guess = guess
         elif fails is None:  # Upwards from the last success.
             size, stride = fits + stride, 2 * stride
         elif peaks and fails - fits > 2 * stride:  # Downwards from the last failure.
@@ -48,4 +49,4 @@ def largest(attempt, start, limit, ceiling, resolution=1):
 def _meets(peaks, limit):
     (a, peak_a), (b, peak_b) = sorted(peaks.items())[-2:]
     slope = (peak_b - peak_a) / (b - a)
-    return int(b + (limit - peak_b) / slope) if slope > 0 else None
+    return int(b + (limit - peak_b) / slope) if slope > 0 else 4 * b

@@ -89,8 +89,12 @@ class _Rank:
             self.group.remove()
 
 
-def run(name, argv, world, layers, limit_bytes, timeout_s, say=lambda text: None):
-    """@param limit_bytes  of each rank; 0: none.  @raises TrialError"""
+def run(name, argv, world, layers, limit_bytes, timeout_s, heap="fixed", say=lambda text: None):
+    """@param limit_bytes  of each rank; 0: none.
+    @param heap  "default": the C library's; "fixed": the same with its threshold for memory of its own mapping, 128 KiB, kept
+                 from growing. It grows to the largest block that was ever freed, and whole parameters of some 10 MB then lie
+                 between the shards, whose holes the heap does not give back.
+    @raises TrialError"""
     begin = time.monotonic()
     env = dict(
         os.environ,
@@ -103,6 +107,10 @@ def run(name, argv, world, layers, limit_bytes, timeout_s, say=lambda text: None
         LOCAL_WORLD_SIZE=str(world),
     )
     env.setdefault("EBB_LOG", "warn")
+    for variable in [key for key in env if key.startswith("MALLOC_") or key == "GLIBC_TUNABLES"]:
+        del env[variable]
+    if heap == "fixed":
+        env["MALLOC_MMAP_THRESHOLD_"] = str(128 << 10)
     ranks = []
     with tempfile.TemporaryDirectory(prefix="ebb-bench-") as folder:
         try:

@@ -1,7 +1,7 @@
 """The largest size for which a try succeeds, with few tries: each takes minutes."""
 
 
-def largest(attempt, start, limit, ceiling, resolution=1):
+def largest(attempt, start, limit, ceiling, resolution=1, known=()):
     """Doubles from `start` until a try fails or two have told how the peak grows; goes to where that line meets the limit, at most
     fourfold at a time; widens its stride from there until a failure and a success enclose the answer; bisects.
 
@@ -9,23 +9,26 @@ def largest(attempt, start, limit, ceiling, resolution=1):
     @param limit       of the peak, in its unit.
     @param ceiling     never more.
     @param resolution  stops once the smallest that failed is at most so much above the largest that fits.
+    @param known       what earlier tries gave: (size, fits, peak) of each.
     @return The largest size that fitted, or 0, and the smallest that failed, or None.
     """
     peaks = {}
     fits, fails = 0, None
 
-    def probe(size):
+    def note(size, good, peak):
         nonlocal fits, fails
-        good, peak = attempt(size)
         if good:
             peaks[size] = peak
             fits = max(fits, size)
         else:
             fails = size if fails is None else min(fails, size)
 
+    for size, good, peak in known:
+        note(size, good, peak)
     size = start
     while fails is None and len(peaks) < 2 and size <= ceiling:
-        probe(size)
+        if size not in peaks:
+            note(size, *attempt(size))
         size *= 2
     stride = resolution
     tried_guess = None
@@ -42,7 +45,7 @@ def largest(attempt, start, limit, ceiling, resolution=1):
         size = min(size, ceiling)
         if fails is not None:
             size = min(max(size, fits + 1), fails - 1)
-        probe(size)
+        note(size, *attempt(size))
     return fits, fails
 
 

@@ -251,12 +251,16 @@ Residency Engine::residency() const {
 
 ShardStats Engine::stats() const {
   const std::lock_guard lock(mutex_);
-  return stats_;
+  auto stats = stats_;
+  stats.wait_seconds = meter_.totals().waited;
+  stats.comm_seconds = meter_.totals().under_way;
+  return stats;
 }
 
 void Engine::reset_stats() {
   const std::lock_guard lock(mutex_);
   stats_ = {};
+  meter_.reset();
   resident_.reset_peak();
 }
 
@@ -270,6 +274,11 @@ void Engine::record_events(bool on) {
   const std::lock_guard lock(mutex_);
   recording_ = on;
   events_.clear();
+}
+
+void Engine::use_clock(const Clock& clock) {
+  const std::lock_guard lock(mutex_);
+  meter_.use(clock);
 }
 
 void Engine::inject(Faults faults) {

@@ -6,6 +6,7 @@
 #include "shard_stage.h"
 #include "unit.h"
 #include "use_order.h"
+#include "wait_meter.h"
 
 #include <atomic>
 #include <cstdint>
@@ -138,6 +139,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// tests of order.
   void record_events(bool on);
   void inject(Faults faults);
+  void use_clock(const Clock& clock); ///< For tests of what is measured.
   std::vector<std::string> take_events();
 
  private:
@@ -177,6 +179,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   int no_sync_scopes_ = 0;
   bool warned_of_width_ = false;
   ShardStats stats_;
+  WaitMeter meter_{Clock::real()};
   std::function<void(const std::string& name, at::Tensor& leaf)> optimizer_in_backward_;
   std::vector<std::pair<std::string, at::Tensor>> ignored_;
   bool recording_ = false;

@@ -1,6 +1,7 @@
 #include "ebb/shard/fully_shard.h"
 #include "engine.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
 #include <fmt/format.h>
 #include <torch/torch.h>
 
@@ -25,6 +26,34 @@ std::string bytes_text(std::int64_t bytes) {
   return bytes < 10'000       ? fmt::format("{} B", bytes)
          : bytes < 10'000'000 ? fmt::format("{:.1f} kB", bytes / 1e3)
                               : fmt::format("{:.1f} MB", bytes / 1e6);
+}
+
+// Retries are allocations that failed until the cache was emptied, at the price of waiting for the device.
+std::string device_text(c10::Device device) {
+  if (device.is_cpu()) {
+    return "";
+  }
+  const auto index = device.has_index() ? device.index() : c10::DeviceIndex{0};
+  const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(index);
+  const auto peak = [](const auto& stat) { return bytes_text(stat[0].peak); }; // of all sizes
+  return fmt::format(
+      "  {}: peaks of {} allocated, {} active, {} reserved; {} allocations had to be retried\n", device.str(),
+      peak(stats.allocated_bytes), peak(stats.active_bytes), peak(stats.reserved_bytes), stats.num_alloc_retries);
+}
+
+std::string measured_text(const ShardStats& stats, const Residency& residency, c10::Device device) {
+  auto text = fmt::format(
+      "  measured: {} gathers ({} ahead, {} of these for nothing), {} reductions; unsharded parameters held {} at the "
+      "peak, {} is the allowance of the frames\n",
+      stats.unshards, stats.prefetched, stats.mispredicted, stats.reduces, bytes_text(residency.peak_held_bytes),
+      bytes_text(residency.frame_bytes));
+  if (stats.comm_seconds > 0) {
+    text += fmt::format(
+        "  communication: under way for {:.3g} s, of which this rank waited {:.3g} s; {:.0f} % was hidden behind "
+        "compute\n",
+        stats.comm_seconds, stats.wait_seconds, 100 * std::max(0.0, 1 - stats.wait_seconds / stats.comm_seconds));
+  }
+  return text + device_text(device);
 }
 
 } // namespace
@@ -101,6 +130,10 @@ std::string ShardedModel::explain() const {
         "  warning: unit '{}' holds {:.0f}% of the parameters, so that little memory is saved; choose a wrap policy "
         "that makes its parts units, for example wrap_by_class({{\"Block\"}}) or a smaller wrap_by_size()\n",
         largest_unit->name, 100.0 * largest / total);
+  }
+  const auto stats = engine.stats();
+  if (stats.unshards + stats.reduces > 0) {
+    text += measured_text(stats, engine.residency(), engine.units().front()->flats.front()->device);
   }
   return text;
 }

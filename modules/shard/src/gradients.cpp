@@ -258,7 +258,7 @@ void GradientReducer::start(Unit& unit) {
       const GradientReduction request{
           unit.name, input, output, ranks, unit.whole ? engine_.divide_factor() : inner_divisor(*flat), unit.whole};
       const auto& hook = engine_.options().comm_hook;
-      reduction.works.push_back(hook ? hook(request) : reduce_as_is(request));
+      reduction.works.push_back(engine_.meter_.measure(hook ? hook(request) : reduce_as_is(request)));
     }
     reduction.outputs.push_back(std::move(output));
   }
@@ -304,9 +304,9 @@ bool GradientReducer::start_replica_stage(InFlight& reduction) {
     if (reduction.works[i]) {
       reduction.works[i]->wait();
     }
-    reduction.replica_works.push_back(engine_.replicas()->all_reduce(
+    reduction.replica_works.push_back(engine_.meter_.measure(engine_.replicas()->all_reduce(
         reduction.outputs[i], comm::ReduceOp::kSum, engine_.divide_factor() / inner_divisor(*flat),
-        reduction.unit->name));
+        reduction.unit->name)));
     ++i;
   }
   ++engine_.stats_.all_reduces;

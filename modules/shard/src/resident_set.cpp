@@ -120,12 +120,12 @@ void ResidentSet::start_gather(Unit& unit, Frame frame, bool prefetch) {
     // Given as a tensor of its own: a gather that is abandoned keeps the memory until the transport is done with it.
     auto output = memory.narrow(0, flat->frame_offset, flat->padded_bytes()).view(flat->dtype);
     if (flat->near_slice.defined()) {
-      unit.gathers.push_back(unit.near_group->all_gather(output, flat->near_slice, unit.name));
+      unit.gathers.push_back(engine_.meter_.measure(unit.near_group->all_gather(output, flat->near_slice, unit.name)));
     } else {
       const at::NoGradGuard no_grad;
       const auto shard = engine_.stage_.take(*flat);
-      unit.gathers.push_back(
-          unit.group->all_gather(output, flat->is_mixed() ? shard.to(flat->dtype) : shard, unit.name));
+      unit.gathers.push_back(engine_.meter_.measure(
+          unit.group->all_gather(output, flat->is_mixed() ? shard.to(flat->dtype) : shard, unit.name)));
     }
   }
   check_invariant();

@@ -1,5 +1,7 @@
 #include "support.h"
 
+#include "engine.h"
+
 #include <algorithm>
 
 namespace ebb::shard {
@@ -41,6 +43,42 @@ TEST(Explain, ShowsEveryPartOfTheExpectedPeak) {
       HasSubstr("6400 B = shards 960 B + gradients 960 B + AdamW state 1920 B + frames "
                 "960 B + kept units 960 B + reduce buffers 640 B"));
   EXPECT_THAT(peak_of(Strategy::kNoShard), HasSubstr("4480 B = shards 960 B"));
+}
+
+/// A second passes at each look.
+class TickingClock final : public ScriptedClock {
+ public:
+  TimePoint now() const override {
+    return ScriptedClock::now() + std::chrono::seconds(looks_++);
+  }
+
+ private:
+  mutable int looks_ = 0;
+};
+
+TEST(Explain, TellsAfterAStepWhatWasMeasured) {
+  ebb::test::spawn_ranks(2, [](const auto& group) {
+    auto chain = make_chain(4);
+    auto model = fully_shard(chain, {.mesh = comm::Mesh(group), .wrap = wrap_by_size(1)});
+    EXPECT_THAT(model.explain(), ::testing::Not(HasSubstr("measured")));
+    chain->forward(at::ones({2, 8})).sum().backward();
+    EXPECT_THAT(
+        model.explain(),
+        ::testing::AllOf(
+            HasSubstr("measured: "), HasSubstr("4 reductions"), HasSubstr("1152 B at the peak, 1152 B is the allowance"),
+            HasSubstr("communication: under way for")));
+
+    const TickingClock clock;
+    model.engine().use_clock(clock);
+    model.reset_stats();
+    model.unshard({"0"}).wait(); // looks as it starts, before the wait and after it
+    EXPECT_EQ(model.stats().comm_seconds, 2);
+    EXPECT_EQ(model.stats().wait_seconds, 1);
+    EXPECT_THAT(model.explain(), HasSubstr("under way for 2 s, of which this rank waited 1 s; 50 % was hidden"));
+    model.reset_stats();
+    EXPECT_EQ(model.stats().comm_seconds, 0);
+    model.engine().use_clock(Clock::real());
+  });
 }
 
 TEST(WrapPolicy, ChoosesUnitsByClassSizeNamePredicateAndNested) {

@@ -112,6 +112,8 @@ struct ShardStats {
   std::int64_t all_reduces = 0; ///< Of units' sharded gradients between copies (hybrid sharding).
   std::int64_t touches = 0; ///< Operators that found their unit resident.
   std::int64_t evictions = 0;
+  double wait_seconds = 0; ///< This rank waited for gathers and reductions.
+  double comm_seconds = 0; ///< These were under way; what was not waited for was hidden behind compute.
 };
 
 /// What happens at both ends of a full-parameter scope.
@@ -223,7 +225,8 @@ class ShardedModel {
   /// See FullParameters. Collective.
   FullParameters full_parameters(FullParametersOptions options = {});
 
-  /// Units, sizes, shards, frames and the expected peak, as text for people.
+  /// Units, sizes, shards, frames and the expected peak, as text for people; after a step also what was measured since
+  /// fully_shard() or reset_stats(): peaks, gathers, and how much of the communication was hidden behind compute.
   std::string explain() const;
 
   /// Which part of each parameter this rank holds.

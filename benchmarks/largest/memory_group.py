@@ -1,4 +1,5 @@
 """Memory cgroups, version 1 or 2: a limit for each rank, and whether the kernel killed it for that."""
+import contextlib
 import os
 import pathlib
 import time
@@ -63,16 +64,24 @@ def _parent_v2():
     return None
 
 
+PREFIX = "ebb-largest-"
+
+
+def _parent():
+    """Where groups are made, and the version. @raises Unavailable"""
+    for find, version in [(_parent_v1, 1), (_parent_v2, 2)]:
+        parent = find()
+        if parent is not None:
+            return parent, version
+    raise Unavailable("no memory controller is mounted (neither cgroup v1 'memory' nor cgroup v2 with 'memory')")
+
+
 class MemoryGroup:
     """One cgroup with a limit of `limit_bytes`, swap excluded. remove() it when its processes have ended."""
 
     def __init__(self, name, limit_bytes):
-        parent, self.version = _parent_v1(), 1
-        if parent is None:
-            parent, self.version = _parent_v2(), 2
-        if parent is None:
-            raise Unavailable("no memory controller is mounted (neither cgroup v1 'memory' nor cgroup v2 with 'memory')")
-        self.folder = parent / name
+        parent, self.version = _parent()
+        self.folder = parent / f"{PREFIX}{os.getpid()}-{name}"
         try:
             self.folder.mkdir()
         except OSError as error:
@@ -134,7 +143,12 @@ class MemoryGroup:
 
 
 def require(limit_bytes):
-    """Makes a group and removes it. @raises Unavailable"""
-    group = MemoryGroup(f"ebb-largest-{os.getpid()}-probe", limit_bytes)
-    group.remove()
-    return group.version
+    """Makes a group and removes it, and those of runs that were killed. Returns the version. @raises Unavailable"""
+    parent, version = _parent()
+    for folder in parent.glob(PREFIX + "*"):
+        owner = folder.name[len(PREFIX) :].partition("-")[0]
+        if not pathlib.Path("/proc", owner).exists():
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+    MemoryGroup("probe", limit_bytes).remove()
+    return version

@@ -25,7 +25,7 @@ RATIOS = [
 
 
 def _ratio(found, heap, numerator, denominator, target=None):
-    sizes = {(e["system"], e["ranks"]): e["parameters"] for e in found if e["heap"] == heap}
+    sizes = {(e["system"], e["ranks"]): e["parameters"] for e in found if e["heap"] == heap and e["complete"]}
     if not sizes.get(numerator) or not sizes.get(denominator):
         return None
     value = round(sizes[numerator] / sizes[denominator], 4)

@@ -40,7 +40,7 @@ class _Rank:
         self.index = index
         self.group = None
         if limit_bytes:
-            self.group = MemoryGroup(f"ebb-largest-{os.getpid()}-{index}", limit_bytes)
+            self.group = MemoryGroup(f"rank{index}", limit_bytes)
         self.out = folder / f"rank{index}.out"
         self.err = folder / f"rank{index}.err"
 

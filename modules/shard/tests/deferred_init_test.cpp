@@ -209,7 +209,7 @@ TEST(DeferredInit, ShardsInNoMoreThanTheShardAndTheLargestUnit) {
       whole += static_cast<std::int64_t>(parameter.nbytes());
     }
     const CountedMemory memory;
-    auto model = fully_shard(deferred, {.mesh = comm::Mesh(group), .wrap = wrap_by_class({"Block"})});
+    auto model = ebb::fully_shard(deferred, {.mesh = comm::Mesh(group), .wrap = wrap_by_class({"Block"})});
     std::int64_t shards = 0;
     for (const auto& parameter : model.parameters()) {
       shards += static_cast<std::int64_t>(parameter.nbytes());

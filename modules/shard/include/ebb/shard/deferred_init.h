@@ -89,4 +89,5 @@ ShardedModel fully_shard(Deferred<Model>& deferred, ShardOptions options) {
 namespace ebb {
 using shard::Deferred;
 using shard::deferred_init;
+using shard::fully_shard; // again: the first one, in fully_shard.h, came before the overload above
 } // namespace ebb

@@ -38,7 +38,11 @@ struct StepProfile {
 ///         by pointer; names the operator.
 class StepProfiler {
  public:
-  enum class Mode { kReal, kDry };
+  /// What becomes of operators.
+  enum class Mode {
+    kReal, ///< Computed and counted.
+    kDry, ///< Counted.
+  };
   explicit StepProfiler(Mode mode);
   ~StepProfiler();
   StepProfiler(const StepProfiler&) = delete;

@@ -89,7 +89,7 @@ void expect_same_tensors(const torch::nn::Module& a, const torch::nn::Module& b)
   }
   ASSERT_EQ(a.named_buffers().size(), b.named_buffers().size());
   for (const auto& buffer : a.named_buffers()) {
-    const auto& other = b.named_buffers()[buffer.key()];
+    const auto other = b.named_buffers()[buffer.key()]; // a copy: the dict is a temporary
     EXPECT_TRUE(at::equal(buffer.value(), other)) << buffer.key();
     EXPECT_EQ(buffer.value().strides(), other.strides()) << buffer.key();
   }

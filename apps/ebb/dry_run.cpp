@@ -5,7 +5,7 @@
 #include "ebb/base/error.h"
 #include "ebb/comm/dry_group.h"
 #include "ebb/data/byte_corpus.h"
-#include "ebb/shard/dry_run.h"
+#include "ebb/shard/step_profiler.h"
 #include "ebb/train/train_job.h"
 
 #include <fmt/format.h>

@@ -1,11 +1,12 @@
 #include "op_results.h"
 
-#include "recorded_op.h"
+#include "op_kind.h"
 
 #include <torch/torch.h>
 
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 
 namespace ebb::shard {
 namespace {
@@ -139,6 +140,24 @@ torch::jit::Stack results_on_zeros(const c10::OperatorHandle& op, const std::vec
     value = with_tensors(value, meta_like);
   }
   return stack;
+}
+
+at::Tensor empty_without_memory(const at::Tensor& like, c10::DataPtr nothing, const std::string& message) {
+  const auto device = nothing.device();
+  const auto bytes = at::detail::computeStorageNbytes(like.sizes(), like.strides(), like.dtype().itemsize());
+  auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), static_cast<std::int64_t>(bytes), std::move(nothing),
+      c10::GetAllocator(device.type()), /*resizable=*/true);
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+  auto impl = c10::make_intrusive<c10::TensorImpl>(
+      c10::Storage(std::move(storage)),
+      c10::DispatchKeySet(c10::computeDispatchKey(like.scalar_type(), c10::kStrided, device)), like.dtype());
+  impl->set_sizes_and_strides(like.sizes(), like.strides());
+  return at::Tensor(std::move(impl));
+}
+
+std::vector<c10::IValue> inputs_of(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  return {stack.end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size()), stack.end()};
 }
 
 bool is_without_memory(const at::Tensor& tensor) {

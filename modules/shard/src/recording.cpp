@@ -1,7 +1,7 @@
 #include "recording.h"
 
+#include "op_kind.h"
 #include "op_results.h"
-#include "recorded_op.h"
 
 #include <torch/torch.h>
 
@@ -10,8 +10,6 @@
 
 namespace ebb::shard {
 namespace {
-
-constexpr std::int64_t kSmallNumel = 4096;
 
 // The same tensor as it is now; later changes of its shape or data do not reach it.
 at::Tensor snapshot(const at::Tensor& tensor) {
@@ -55,8 +53,7 @@ bool Recording::pending(const at::Tensor& tensor) const {
 }
 
 void Recording::call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const auto num_inputs = op.schema().arguments().size();
-  const std::vector<c10::IValue> inputs(stack->end() - static_cast<std::ptrdiff_t>(num_inputs), stack->end());
+  const auto inputs = inputs_of(op, *stack);
   const auto kind = kind_of(op, device_of(inputs).type());
   if (kind == OpKind::kThrough) {
     op.redispatchBoxed(keys, stack);
@@ -65,7 +62,7 @@ void Recording::call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
   const c10::impl::ExcludeDispatchKeyGuard no_mode(kRecordKey); // what runs inside an operator is part of it
   switch (kind) {
     case OpKind::kEmpty:
-      make_empty(op, stack);
+      make_empty(op, inputs, stack);
       return;
     case OpKind::kMakes:
       make(op, inputs, stack);
@@ -85,9 +82,8 @@ void Recording::call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
   }
 }
 
-void Recording::make_empty(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const std::vector<c10::IValue> inputs(
-      stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size()), stack->end());
+void Recording::make_empty(
+    const c10::OperatorHandle& op, const std::vector<c10::IValue>& inputs, torch::jit::Stack* stack) {
   const auto& asked = inputs[*index_of(op, "device")];
   const auto device = asked.isNone() ? at::Device(at::kCPU) : asked.toDevice();
   const auto like = results_like(op, inputs);
@@ -215,17 +211,9 @@ void Recording::note(
 }
 
 at::Tensor Recording::without_memory(const at::Tensor& like, c10::Device device) {
-  const auto nbytes = at::detail::computeStorageNbytes(like.sizes(), like.strides(), like.dtype().itemsize());
-  auto storage = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), static_cast<std::int64_t>(nbytes), c10::DataPtr(nullptr, device),
-      c10::GetAllocator(device.type()), /*resizable=*/true));
-  remove_memory(storage.unsafeGetStorageImpl());
-  const auto dtype = like.scalar_type();
-  auto impl = c10::make_intrusive<c10::TensorImpl>(
-      c10::Storage(storage), c10::DispatchKeySet(c10::computeDispatchKey(dtype, c10::kStrided, device)), like.dtype());
-  impl->set_sizes_and_strides(like.sizes(), like.strides());
-  pending_[storage.unsafeGetStorageImpl()].storage = storage;
-  return at::Tensor(std::move(impl));
+  auto tensor = empty_without_memory(like, c10::DataPtr(nullptr, device), kNoValues);
+  pending_[storage_of(tensor)].storage = tensor.storage();
+  return tensor;
 }
 
 void Recording::put_aside(const at::Tensor& tensor, bool made_here) {

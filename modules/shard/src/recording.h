@@ -80,7 +80,7 @@ class Recording {
     std::vector<std::vector<c10::StorageImpl*>> final_after;
   };
 
-  void make_empty(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+  void make_empty(const c10::OperatorHandle& op, const std::vector<c10::IValue>& inputs, torch::jit::Stack* stack);
   void make(const c10::OperatorHandle& op, const std::vector<c10::IValue>& inputs, torch::jit::Stack* stack);
   void write(const c10::OperatorHandle& op, const std::vector<c10::IValue>& inputs, torch::jit::Stack* stack);
   void note(const c10::OperatorHandle& op, const std::vector<c10::IValue>& inputs, std::vector<at::Tensor> outputs);
@@ -99,6 +99,12 @@ class Recording {
   std::vector<Draws> draws_;
   bool replayed_ = false;
 };
+
+/// What access by pointer to a tensor without values says.
+inline constexpr const char* kNoValues =
+    "[deferred_init] this tensor has no values yet; give the model its values first, with "
+    "fully_shard(deferred, options) or deferred.materialize(). A constructor that reads or writes values by pointer, "
+    "other than those of small constants, must be called directly";
 
 /// nullptr for a tensor without storage.
 c10::StorageImpl* storage_of(const at::Tensor& tensor);

@@ -1,17 +1,9 @@
-#include "recorded_op.h"
+#include "op_kind.h"
 #include "recording.h"
 
 #include <torch/torch.h>
 
 namespace ebb::shard {
-namespace {
-
-constexpr const char* kNoValues =
-    "[deferred_init] this tensor has no values yet; give the model its values first, with "
-    "fully_shard(deferred, options) or deferred.materialize(). A constructor that reads or writes values by pointer, "
-    "other than those of small constants, must be called directly";
-
-} // namespace
 
 c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;

@@ -1,8 +1,8 @@
+#include "ebb/shard/step_profiler.h"
 #include "dry_mode.h"
-#include "ebb/shard/dry_run.h"
 #include "op_flops.h"
+#include "op_kind.h"
 #include "op_results.h"
-#include "recorded_op.h"
 
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
@@ -22,8 +22,6 @@ namespace {
 // so that both are what they are in a real run. Results are given shapes and no memory. The key travels with backward.
 // LibTorch keeps it for its own fake tensors, which it makes from Python alone.
 constexpr c10::DispatchKey kStepKey = c10::DispatchKey::Fake;
-
-constexpr std::int64_t kSmallNumel = 4096;
 
 class LiveBytes final : public c10::MemoryReportingInfoBase {
  public:
@@ -105,8 +103,7 @@ class StepMode {
   using Inputs = std::vector<c10::IValue>;
 
   void call(const c10::OperatorHandle& op, c10::DispatchKeySet below, torch::jit::Stack* stack) {
-    const auto num_inputs = op.schema().arguments().size();
-    const Inputs inputs(stack->end() - static_cast<std::ptrdiff_t>(num_inputs), stack->end());
+    const auto inputs = inputs_of(op, *stack);
     c10::DeviceType device = c10::kCPU;
     for (const auto& input : inputs) {
       for_each_tensor(input, [&](const at::Tensor& tensor) { device = tensor.device().type(); });
@@ -227,18 +224,10 @@ class StepMode {
     const auto bytes = static_cast<std::int64_t>(
         at::detail::computeStorageNbytes(like.sizes(), like.strides(), like.dtype().itemsize()));
     live_->add(bytes);
-    c10::DataPtr nothing(nullptr, new Counted{live_, bytes}, &Counted::drop, c10::kCPU);
-    auto storage = c10::make_intrusive<c10::StorageImpl>(
-        c10::StorageImpl::use_byte_size_t(), bytes, std::move(nothing), c10::GetAllocator(c10::kCPU),
-        /*resizable=*/true);
-    storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
+    return empty_without_memory(
+        like, c10::DataPtr(nullptr, new Counted{live_, bytes}, &Counted::drop, c10::kCPU),
         "[StepProfiler] memory of a tensor was read or written by pointer in a dry run, where tensors have none; run "
         "this model in earnest");
-    auto impl = c10::make_intrusive<c10::TensorImpl>(
-        c10::Storage(std::move(storage)),
-        c10::DispatchKeySet(c10::computeDispatchKey(like.scalar_type(), c10::kStrided, c10::kCPU)), like.dtype());
-    impl->set_sizes_and_strides(like.sizes(), like.strides());
-    return at::Tensor(std::move(impl));
   }
 
   bool dry_;

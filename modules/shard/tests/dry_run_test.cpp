@@ -1,5 +1,5 @@
-#include "ebb/shard/dry_run.h"
 #include "ebb/comm/dry_group.h"
+#include "ebb/shard/step_profiler.h"
 
 #include "support.h"
 

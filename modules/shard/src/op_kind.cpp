@@ -1,4 +1,4 @@
-#include "recorded_op.h"
+#include "op_kind.h"
 
 #include <torch/torch.h>
 

@@ -1,5 +1,7 @@
 #include "support/delayed_communicator.h"
 
+#include "support/forwarding_communicator.h"
+
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -43,74 +45,49 @@ class DelayedWork final : public comm::Work {
   std::shared_ptr<Delay> delay_;
 };
 
-/// Communicator::split() is for Mesh; this lends it to the communicator that holds another.
-class Splitter : public comm::Communicator {
- public:
-  static std::shared_ptr<comm::Communicator> split_off(
-      comm::Communicator& group, const std::vector<int>& ranks, const std::string& name) {
-    return (group.*&Splitter::split)(ranks, name);
-  }
-};
-
-class DelayedCommunicator final : public comm::Communicator {
+class DelayedCommunicator final : public ForwardingCommunicator {
  public:
   DelayedCommunicator(std::shared_ptr<comm::Communicator> group, int most_us)
-      : Communicator(group->rank(), group->size()),
-        group_(std::move(group)),
-        most_us_(most_us),
-        delay_(std::make_shared<Delay>(rank(), most_us)) {}
+      : ForwardingCommunicator(std::move(group)), most_us_(most_us), delay_(std::make_shared<Delay>(rank(), most_us)) {}
 
-  const comm::Capabilities& capabilities() const override {
-    return group_->capabilities();
-  }
   std::unique_ptr<comm::Work> all_gather(
       const at::Tensor& output, const at::Tensor& input, std::string_view unit) override {
     delay_->pause();
-    return after(group_->all_gather(output, input, unit));
+    return later(group().all_gather(output, input, unit));
   }
   std::unique_ptr<comm::Work> reduce_scatter(
       const at::Tensor& output, const at::Tensor& input, double divisor, std::string_view unit) override {
     delay_->pause();
-    return after(group_->reduce_scatter(output, input, divisor, unit));
+    return later(group().reduce_scatter(output, input, divisor, unit));
   }
   std::unique_ptr<comm::Work> all_reduce(
       const at::Tensor& tensor, comm::ReduceOp op, double divisor, std::string_view unit) override {
     delay_->pause();
-    return after(group_->all_reduce(tensor, op, divisor, unit));
+    return later(group().all_reduce(tensor, op, divisor, unit));
   }
   std::unique_ptr<comm::Work> broadcast(const at::Tensor& tensor, int root, std::string_view unit) override {
     delay_->pause();
-    return after(group_->broadcast(tensor, root, unit));
+    return later(group().broadcast(tensor, root, unit));
   }
   void barrier() override {
     delay_->pause();
-    group_->barrier();
+    group().barrier();
   }
   std::vector<std::string> exchange(const std::string& mine) override {
     delay_->pause();
-    return group_->exchange(mine);
-  }
-  void abort() noexcept override {
-    group_->abort();
-  }
-  void set_step(std::int64_t step) override {
-    group_->set_step(step);
-  }
-  const comm::Traffic& traffic() const override {
-    return group_->traffic();
+    return group().exchange(mine);
   }
 
  protected:
   std::shared_ptr<comm::Communicator> split(const std::vector<int>& ranks, const std::string& name) override {
-    return delayed(Splitter::split_off(*group_, ranks, name), most_us_);
+    return delayed(ForwardingCommunicator::split(ranks, name), most_us_);
   }
 
  private:
-  std::unique_ptr<comm::Work> after(std::unique_ptr<comm::Work> work) {
+  std::unique_ptr<comm::Work> later(std::unique_ptr<comm::Work> work) {
     return std::make_unique<DelayedWork>(std::move(work), delay_);
   }
 
-  std::shared_ptr<comm::Communicator> group_;
   int most_us_;
   std::shared_ptr<Delay> delay_;
 };

@@ -2,6 +2,7 @@
 
 #include "engine.h"
 #include "reported_support.h"
+#include "support/forwarding_communicator.h"
 
 #include <chrono>
 #include <limits>
@@ -130,44 +131,22 @@ TEST(SeveralBackwards, APenaltyOnTheInputsGradientTrainsAsUnsharded) {
 
 /// Starts an operation only when its result is asked for, and then after a while; until then the output is NaN. What is
 /// read before its time, or written to while it is still to be sent, gives wrong values.
-class LateCommunicator final : public comm::Communicator {
+class LateCommunicator final : public ebb::test::ForwardingCommunicator {
  public:
-  explicit LateCommunicator(std::shared_ptr<comm::Communicator> group)
-      : Communicator(group->rank(), group->size()), group_(std::move(group)) {}
+  using ForwardingCommunicator::ForwardingCommunicator;
 
-  const comm::Capabilities& capabilities() const override {
-    return group_->capabilities();
-  }
   std::unique_ptr<comm::Work> all_gather(
       const at::Tensor& output, const at::Tensor& input, std::string_view unit) override {
-    return later(output, [=, this, unit = std::string(unit)] { return group_->all_gather(output, input, unit); });
+    return later(output, [=, this, unit = std::string(unit)] { return group().all_gather(output, input, unit); });
   }
   std::unique_ptr<comm::Work> reduce_scatter(
       const at::Tensor& output, const at::Tensor& input, double divisor, std::string_view unit) override {
     return later(
-        output, [=, this, unit = std::string(unit)] { return group_->reduce_scatter(output, input, divisor, unit); });
+        output, [=, this, unit = std::string(unit)] { return group().reduce_scatter(output, input, divisor, unit); });
   }
   std::unique_ptr<comm::Work> all_reduce(
       const at::Tensor& tensor, comm::ReduceOp op, double divisor, std::string_view unit) override {
-    return later({}, [=, this, unit = std::string(unit)] { return group_->all_reduce(tensor, op, divisor, unit); });
-  }
-  std::unique_ptr<comm::Work> broadcast(const at::Tensor& tensor, int root, std::string_view unit) override {
-    return group_->broadcast(tensor, root, unit);
-  }
-  void barrier() override {
-    group_->barrier();
-  }
-  std::vector<std::string> exchange(const std::string& mine) override {
-    return group_->exchange(mine);
-  }
-  void abort() noexcept override {
-    group_->abort();
-  }
-  void set_step(std::int64_t step) override {
-    group_->set_step(step);
-  }
-  const comm::Traffic& traffic() const override {
-    return group_->traffic();
+    return later({}, [=, this, unit = std::string(unit)] { return group().all_reduce(tensor, op, divisor, unit); });
   }
 
  private:
@@ -200,8 +179,6 @@ class LateCommunicator final : public comm::Communicator {
     }
     return std::make_unique<LateWork>(std::move(start));
   }
-
-  std::shared_ptr<comm::Communicator> group_;
 };
 
 // facebookresearch/fairscale issues 777, 617, PR 476

@@ -1,3 +1,5 @@
+#include "ebb/shard/deferred_init.h"
+
 #include "support.h"
 
 #include "engine.h"
@@ -244,6 +246,60 @@ TEST(Offload, ACopyThatFailsIsAnErrorOfTheStepAndTheNextStepWorks) {
   *fail = false;
   model.reset();
   EXPECT_TRUE(at::equal(chain->forward(at::ones({2, 8})), before));
+}
+
+TEST(Offload, AnyCopyOfAStepMayFailAndTheNextStepWorks) {
+  auto copies = std::make_shared<std::atomic<int>>(0);
+  auto failing = std::make_shared<std::atomic<int>>(-1);
+  auto chain = make_chain(3);
+  auto model = fully_shard(
+      chain, {.mesh = comm::Mesh(comm::single()),
+              .wrap = wrap_everything(),
+              .offload = OffloadPolicy{.tier = OffloadTier::kFile, .before_copy = [copies, failing] {
+                                         TORCH_CHECK((*copies)++ != *failing, "the disk is gone");
+                                       }}});
+  const auto step = [&] {
+    const auto loss = chain->forward(at::ones({2, 8})).sum();
+    loss.backward();
+    return loss.item<float>();
+  };
+  step();
+  model.zero_grad();
+  *copies = 0;
+  const auto loss = step();
+  const auto expected = model.parameters().front().grad().clone();
+  const int all = *copies;
+  EXPECT_GE(all, 6); // three shards there, three gradients back
+  for (int copy = 0; copy < all; ++copy) {
+    model.zero_grad();
+    *copies = 0;
+    *failing = copy;
+    EXPECT_THAT(error_of(step), HasSubstr("the disk is gone")) << "copy " << copy << " of " << all;
+    *failing = -1;
+    model.reset();
+    model.zero_grad();
+    ASSERT_EQ(step(), loss) << "after a failure of copy " << copy;
+    ASSERT_TRUE(at::equal(model.parameters().front().grad(), expected)) << "after a failure of copy " << copy;
+  }
+}
+
+TEST(Offload, ADeferredModelGoesStraightToTheTier) {
+  std::vector<std::unique_ptr<Deferred<torch::nn::Linear>>> models;
+  torch::manual_seed(4);
+  torch::nn::Linear eager(90, 80);
+  for (int rank = 0; rank < 2; ++rank) {
+    torch::manual_seed(4);
+    models.push_back(
+        std::make_unique<Deferred<torch::nn::Linear>>(deferred_init([] { return torch::nn::Linear(90, 80); })));
+  }
+  ebb::test::spawn_ranks(2, [&](const auto& group) {
+    auto& deferred = *models[group->rank()];
+    auto model = fully_shard(deferred, {.mesh = comm::Mesh(group), .offload = OffloadPolicy{OffloadTier::kFile}});
+    EXPECT_EQ(model.residency().offloaded_bytes, model.shard_bytes());
+    const auto scope = model.full_parameters({.writeback = false});
+    EXPECT_TRUE(at::equal(deferred.model()->weight, eager->weight));
+    EXPECT_TRUE(at::equal(deferred.model()->bias, eager->bias));
+  });
 }
 
 TEST(Offload, PoliciesThatCannotBeAreRefused) {

@@ -87,6 +87,9 @@ std::string header(
       corpus.num_bytes(data::Split::kValidation), options.train.steps, world.size(),
       options.train.accumulate > 1 ? fmt::format("{} x ", options.train.accumulate) : "", options.train.batch,
       *options.model.context, options.run.run_dir);
+  for (const auto& stage : train::parse_batch_schedule(options.train.batch_schedule)) {
+    text += fmt::format("from step {} on {} sequences a step on all ranks\n", stage.from, stage.global_batch);
+  }
   text += parameters.explain();
   while (text.ends_with('\n')) {
     text.pop_back();

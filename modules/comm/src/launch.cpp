@@ -35,10 +35,6 @@ constexpr int kMostRanks = 1024;
 constexpr auto kTick = 100ms; // the longest sleep; deadlines are looked at this often
 constexpr std::array kHandled{SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGTSTP};
 
-Clock::TimePoint now() {
-  return std::chrono::steady_clock::now();
-}
-
 // A handler reaches nothing but a global: the end of a pipe that Signals reads. -1: no launcher runs.
 std::atomic<int> signal_writer{-1};
 
@@ -162,7 +158,7 @@ class Launcher {
     const auto hosted = host_store({"127.0.0.1"}, 0);
     port_ = hosted.port;
     open_job(hosted.store, token_, "0");
-    job_ = enter_job(hosted.store, token_, "0", now() + 1min);
+    job_ = enter_job(hosted.store, token_, "0", steady_now() + 1min);
   }
 
   void start(const std::string& program) {
@@ -262,7 +258,7 @@ class Launcher {
       exit_code_ = ending.code;
     }
     if (first) {
-      stop_at_ = now() + options_.leave;
+      stop_at_ = steady_now() + options_.leave;
       if (asked_to_end_ && !ending.crashed) { // what it was asked to do; it has said itself what that meant
         log::debug("rank {} ended after a forwarded signal: {}", rank, ending.text);
       } else {
@@ -272,13 +268,13 @@ class Launcher {
   }
 
   void enforce_deadlines() {
-    if (stop_at_ && !stopping_ && now() > *stop_at_) {
+    if (stop_at_ && !stopping_ && steady_now() > *stop_at_) {
       stopping_ = true;
-      kill_at_ = now() + options_.grace;
+      kill_at_ = steady_now() + options_.grace;
       signal_all(SIGTERM);
       signal_all(SIGCONT); // one that is stopped would not see the other
     }
-    if (kill_at_ && now() > *kill_at_) {
+    if (kill_at_ && steady_now() > *kill_at_) {
       kill_at_.reset();
       log::warn("killing those that did not end after SIGTERM: {}", running_);
       signal_all(SIGKILL);

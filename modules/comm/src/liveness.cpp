@@ -16,10 +16,6 @@ using Ms = std::chrono::milliseconds;
 
 constexpr auto kStopPatience = 5s; // for the last words; the store may be frozen
 
-Clock::TimePoint now() {
-  return std::chrono::steady_clock::now();
-}
-
 std::string seconds_text(double seconds) {
   return fmt::format("{:.1f} s", seconds);
 }
@@ -45,7 +41,8 @@ std::string Liveness::State::describe_known(int peer) const {
     return name + (store_error.empty() ? " (not seen yet)" : " (not seen; the store is gone)");
   }
   const auto& beat = *known.beat;
-  const auto seen = seen_at[peer] ? ", last seen " + seconds_text(seconds_between(*seen_at[peer], now())) + " ago" : "";
+  const auto seen =
+      seen_at[peer] ? ", last seen " + seconds_text(seconds_between(*seen_at[peer], steady_now())) + " ago" : "";
   switch (beat.state) {
     case Beat::State::kLeft:
       return name + " (left the group" + (beat.why.empty() ? "" : " " + beat.why) + ", last in " + beat.activity() +
@@ -171,7 +168,7 @@ std::string Liveness::describe(int rank) const {
 void Liveness::wait(
     const std::function<bool()>& done, std::string_view op, std::string_view unit, std::uint64_t sequence) {
   auto& state = *state_;
-  const auto began = now();
+  const auto began = steady_now();
   auto next_warning = began + state.options.warn_after;
   Ms warning_pause = state.options.warn_after;
   auto pause = std::chrono::microseconds(10);
@@ -201,7 +198,7 @@ void Liveness::wait(
       const std::lock_guard lock(state.mutex);
       state.throw_lost(op, unit);
     }
-    const auto time = now();
+    const auto time = steady_now();
     if (time > began + state.options.timeout) {
       std::unique_lock lock(state.mutex);
       const auto who = latecomers(lock);
@@ -209,10 +206,10 @@ void Liveness::wait(
         state.throw_lost(op, unit);
       }
       state.trouble = fmt::format(
-          "it waited for {} in {}; {}", seconds_text(seconds_between(began, now())), state.here(op, unit), who);
+          "it waited for {} in {}; {}", seconds_text(seconds_between(began, steady_now())), state.here(op, unit), who);
       EBB_THROW(
-          TimeoutError, "[", op, "] rank ", state.rank, " waited ", seconds_text(seconds_between(began, now())), " in ",
-          state.here(op, unit), "; ", who,
+          TimeoutError, "[", op, "] rank ", state.rank, " waited ", seconds_text(seconds_between(began, steady_now())),
+          " in ", state.here(op, unit), "; ", who,
           ". Check that all ranks make the same calls in the same order, or raise the timeout");
     }
     if (time > next_warning) {
@@ -234,18 +231,18 @@ void Liveness::broken(std::string_view op, std::string_view unit, const std::str
   auto& state = *state_;
   std::unique_lock lock(state.mutex);
   ++state.suspecting;
-  const auto began = now();
+  const auto began = steady_now();
   const auto patience = state.options.dead_after + 4 * state.options.heartbeat + 1s;
   int left = -1;
   state.scan(lock);
   // A rank that left because of the one that is really lost may be seen first: give the report one heartbeat.
   auto look_again = began + state.options.heartbeat;
-  while (state.lost < 0 && !state.finished && left < 0 && now() < began + patience) {
+  while (state.lost < 0 && !state.finished && left < 0 && steady_now() < began + patience) {
     state.changed.wait_until(lock, std::min(look_again, began + patience));
-    if (now() >= look_again) {
+    if (steady_now() >= look_again) {
       state.scan(lock);
       left = state.watch.first_plainly_left();
-      look_again = now() + 4 * state.options.heartbeat;
+      look_again = steady_now() + 4 * state.options.heartbeat;
     }
   }
   --state.suspecting;

@@ -28,10 +28,6 @@ namespace {
 using namespace std::chrono_literals;
 using Ms = std::chrono::milliseconds;
 
-Clock::TimePoint now() {
-  return std::chrono::steady_clock::now();
-}
-
 std::string beat_key(int rank) {
   return "liveness/beat/" + std::to_string(rank);
 }
@@ -89,7 +85,7 @@ void Liveness::State::run() {
 }
 
 void Liveness::State::round(std::unique_lock<std::mutex>& lock) {
-  const auto began = now();
+  const auto began = steady_now();
   ++mine.count;
   const auto text = mine.text();
   const bool failed = mine.state == Beat::State::kFailed;
@@ -136,7 +132,7 @@ void Liveness::State::round(std::unique_lock<std::mutex>& lock) {
     auto beat = Beat::parse(values[i + 1]);
     const auto& before = watch.peer(asked[i]).beat;
     if (!before || before->count != beat.count) {
-      seen_at[asked[i]] = now();
+      seen_at[asked[i]] = steady_now();
     }
     if (beat.state == Beat::State::kFailed && !found) {
       found = LossReport{asked[i], "it failed: " + beat.why};
@@ -167,14 +163,14 @@ void Liveness::State::round(std::unique_lock<std::mutex>& lock) {
 void Liveness::State::guard() {
   log::set_rank(log_rank >= 0 ? log_rank : rank);
   std::unique_lock lock(mutex);
-  auto last = now();
+  auto last = steady_now();
   auto seen = rounds;
   std::chrono::nanoseconds hanging{};
   while (!stop && !finished && lost < 0) {
     guard_wake.wait_for(lock, options.heartbeat, [&] { return stop || finished; });
     // As in PeerWatch: the time in which this process was stopped itself does not count.
-    const auto elapsed = std::min<std::chrono::nanoseconds>(now() - last, 2 * options.heartbeat);
-    last = now();
+    const auto elapsed = std::min<std::chrono::nanoseconds>(steady_now() - last, 2 * options.heartbeat);
+    last = steady_now();
     if (rounds != seen || !in_round) {
       seen = rounds;
       hanging = {};

@@ -8,6 +8,7 @@
 #include "ebb/base/error.h"
 #include "ebb/base/log.h"
 #include "ebb/comm/mesh.h"
+#include "support/complaint.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -21,6 +22,8 @@
 
 namespace ebb::comm {
 namespace {
+
+using ebb::test::complaint;
 
 using ::testing::AllOf;
 using ::testing::ElementsAre;
@@ -65,15 +68,6 @@ std::vector<std::string> lines_with(const std::vector<std::string>& lines, const
     }
   }
   return found;
-}
-
-std::string message(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const c10::ValueError& error) {
-    return message_of(error);
-  }
-  return "";
 }
 
 FlightSettings settings_for(const char* count, const char* folder = nullptr) {
@@ -218,7 +212,7 @@ TEST(FlightRecorder, BadValuesAreRefused) {
   EXPECT_EQ(settings_for("65536").capacity, 65536);
   for (const char* bad : {"x", "-1", "65537", "8 ", "1e3", "99999999999999999999"}) {
     EXPECT_EQ(
-        message([&] { settings_for(bad); }),
+        complaint([&] { settings_for(bad); }),
         std::string("[init] EBB_FLIGHT_RECORDER must be a whole number of collectives from 0 (off) to 65536, got '") +
             bad + "'; correct or unset it");
   }
@@ -226,7 +220,7 @@ TEST(FlightRecorder, BadValuesAreRefused) {
   const auto file = folder.write("file", "text");
   for (const auto& bad : {file, file + "/below"}) {
     EXPECT_THAT(
-        message([&] { settings_for("8", bad.c_str()); }),
+        complaint([&] { settings_for("8", bad.c_str()); }),
         AllOf(
             StartsWith("[init] EBB_FLIGHT_RECORDER_DIR=" + bad), HasSubstr("must be a folder that this rank may write"),
             HasSubstr("name one, or unset it")));
@@ -236,8 +230,8 @@ TEST(FlightRecorder, BadValuesAreRefused) {
   EXPECT_TRUE(std::filesystem::is_directory(made));
 
   const Variable bad("EBB_FLIGHT_RECORDER", "many");
-  EXPECT_THAT(message([] { init({}); }), HasSubstr("EBB_FLIGHT_RECORDER"));
-  EXPECT_THAT(message([] { single(); }), HasSubstr("got 'many'"));
+  EXPECT_THAT(complaint([] { init({}); }), HasSubstr("EBB_FLIGHT_RECORDER"));
+  EXPECT_THAT(complaint([] { single(); }), HasSubstr("got 'many'"));
 }
 
 TEST(FlightRecorder, ARankThatHangsCanBeAskedFromAnotherThread) {

@@ -28,7 +28,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-StorePtr hash_store() {
+StorePtr beat_store() {
   return c10::make_intrusive<c10d::HashStore>();
 }
 
@@ -184,7 +184,7 @@ TEST(PeerWatch, KnowsWhoIsBehind) {
 }
 
 TEST(Liveness, TellsWhatAPeerIsDoing) {
-  const auto store = hash_store();
+  const auto store = beat_store();
   Liveness first(store, 0, 2, patient(), nullptr);
   Liveness second(store, 1, 2, patient(), nullptr);
   second.set_step(12);
@@ -198,7 +198,7 @@ TEST(Liveness, TellsWhatAPeerIsDoing) {
 }
 
 TEST(Liveness, NamesAPeerWhoseCounterStandsStill) {
-  const auto store = hash_store();
+  const auto store = beat_store();
   freeze(store, 1);
   std::mutex mutex;
   std::vector<std::pair<int, std::string>> calls;
@@ -218,7 +218,7 @@ TEST(Liveness, NamesAPeerWhoseCounterStandsStill) {
 }
 
 TEST(Liveness, TellsTheLossToRanksThatDoNotWatchTheLostOne) {
-  const auto store = hash_store();
+  const auto store = beat_store();
   constexpr int kSize = 30;
   for (int rank = 1; rank < kSize; ++rank) {
     if (rank != 20) {
@@ -236,7 +236,7 @@ TEST(Liveness, TellsTheLossToRanksThatDoNotWatchTheLostOne) {
 }
 
 TEST(Liveness, WaitThrowsWhenAPeerIsLost) {
-  const auto store = hash_store();
+  const auto store = beat_store();
   freeze(store, 1);
   Liveness liveness(store, 0, 2, quick(), nullptr);
   liveness.set_step(12);
@@ -252,7 +252,7 @@ TEST(Liveness, WaitThrowsWhenAPeerIsLost) {
 }
 
 TEST(Liveness, TakesAFailureAsALossAtOnce) {
-  const auto store = hash_store();
+  const auto store = beat_store();
   Liveness first(store, 0, 2, patient(), nullptr);
   Liveness second(store, 1, 2, patient(), nullptr);
   ASSERT_TRUE(eventually([&] { return first.describe(1).find("alive") != std::string::npos; }));
@@ -262,7 +262,7 @@ TEST(Liveness, TakesAFailureAsALossAtOnce) {
 }
 
 TEST(Liveness, TakesAnEndByAnExceptionAsALoss) {
-  const auto store = hash_store();
+  const auto store = beat_store();
   Liveness first(store, 0, 2, patient(), nullptr);
   try {
     Liveness second(store, 1, 2, patient(), nullptr);
@@ -273,7 +273,7 @@ TEST(Liveness, TakesAnEndByAnExceptionAsALoss) {
 }
 
 TEST(Liveness, TellsTheOthersWhatItRanIntoBeforeItLeft) {
-  const auto store = hash_store();
+  const auto store = beat_store();
   Liveness first(store, 0, 2, patient(), nullptr);
   {
     auto options = patient();
@@ -288,7 +288,7 @@ TEST(Liveness, TellsTheOthersWhatItRanIntoBeforeItLeft) {
 }
 
 TEST(Liveness, DoesNotTakeAGoodbyeForALoss) {
-  const auto store = hash_store();
+  const auto store = beat_store();
   Liveness first(store, 0, 2, quick(), nullptr);
   {
     Liveness second(store, 1, 2, quick(), nullptr);
@@ -300,7 +300,7 @@ TEST(Liveness, DoesNotTakeAGoodbyeForALoss) {
 }
 
 TEST(Liveness, TakesTheFirstReportOnly) {
-  const auto store = hash_store();
+  const auto store = beat_store();
   Liveness liveness(store, 0, 4, patient(), nullptr);
   EXPECT_EQ(report_loss(store, {2, "killed"}).rank, 2);
   EXPECT_EQ(report_loss(store, {3, "killed later"}).rank, 2);
@@ -309,14 +309,14 @@ TEST(Liveness, TakesTheFirstReportOnly) {
 }
 
 TEST(Liveness, HearsOfALossThatWasReportedBeforeItBegan) {
-  const auto store = hash_store();
+  const auto store = beat_store();
   report_loss(store, {1, "killed"});
   Liveness liveness(store, 0, 2, patient(), nullptr);
   EXPECT_TRUE(eventually([&] { return liveness.lost_rank() == 1; }));
 }
 
 TEST(Liveness, LearnsThatItsPeersGaveItUp) {
-  const auto store = hash_store();
+  const auto store = beat_store();
   Liveness liveness(store, 0, 2, patient(), nullptr);
   report_loss(store, {0, "no sign of life for 20.1 s"});
   int rank = -2;
@@ -335,7 +335,7 @@ void keep_line(log::Level level, int, std::string_view text) {
 }
 
 TEST(Liveness, WarnsOfALivePeerThatIsLateAndTimesOutWithItsName) {
-  const auto store = hash_store();
+  const auto store = beat_store();
   auto options = patient();
   options.warn_after = 100ms;
   options.timeout = 1s;
@@ -364,7 +364,7 @@ TEST(Liveness, WarnsOfALivePeerThatIsLateAndTimesOutWithItsName) {
 }
 
 TEST(Liveness, DoesNotCallThoseLateThatHaveBegunTheOperationWaitedFor) {
-  const auto store = hash_store();
+  const auto store = beat_store();
   auto options = patient();
   options.timeout = 300ms;
   Liveness first(store, 0, 2, options, nullptr);
@@ -379,7 +379,7 @@ TEST(Liveness, DoesNotCallThoseLateThatHaveBegunTheOperationWaitedFor) {
 }
 
 TEST(Liveness, WaitEndsWhenTheWorkIsDone) {
-  const auto store = hash_store();
+  const auto store = beat_store();
   Liveness liveness(store, 0, 2, patient(), nullptr);
   int polls = 0;
   liveness.wait([&] { return ++polls == 5; }, "barrier", "");
@@ -387,7 +387,7 @@ TEST(Liveness, WaitEndsWhenTheWorkIsDone) {
 }
 
 TEST(Liveness, ABrokenConnectionIsBlamedOnTheRankThatTheLauncherReports) {
-  const auto store = hash_store();
+  const auto store = beat_store();
   auto options = patient();
   options.heartbeat = 2s; // the report must be seen long before the next heartbeat is due
   Liveness liveness(store, 0, 3, options, nullptr);
@@ -410,7 +410,7 @@ TEST(Liveness, ABrokenConnectionIsBlamedOnTheRankThatTheLauncherReports) {
 }
 
 TEST(Liveness, ABrokenConnectionIsBlamedOnTheRankThatLeftAndNotOnThoseThatFollowed) {
-  const auto store = hash_store();
+  const auto store = beat_store();
   Liveness liveness(store, 0, 3, patient(), nullptr);
   store->set("liveness/beat/1", [] {
     auto beat = beat_number(3, Beat::State::kLeft);
@@ -427,7 +427,7 @@ TEST(Liveness, ABrokenConnectionIsBlamedOnTheRankThatLeftAndNotOnThoseThatFollow
 }
 
 TEST(Liveness, ABrokenConnectionBetweenLiveRanksIsBlamedOnNobody) {
-  const auto store = hash_store();
+  const auto store = beat_store();
   auto options = quick();
   options.dead_after = 2s;
   Liveness first(store, 0, 2, options, nullptr);
@@ -442,10 +442,10 @@ TEST(Liveness, RefusesImpossibleOptions) {
   auto options = patient();
   options.dead_after = 15ms;
   EXPECT_THAT(
-      message_from<c10::ValueError>([&] { Liveness(hash_store(), 0, 2, options, nullptr); }),
+      message_from<c10::ValueError>([&] { Liveness(beat_store(), 0, 2, options, nullptr); }),
       AllOf(HasSubstr("dead_after"), HasSubstr("15 ms")));
   EXPECT_THAT(
-      message_from<c10::ValueError>([&] { Liveness(hash_store(), 2, 2, patient(), nullptr); }),
+      message_from<c10::ValueError>([&] { Liveness(beat_store(), 2, 2, patient(), nullptr); }),
       HasSubstr("rank 2 of 2"));
 }
 

@@ -4,6 +4,7 @@
 
 #include "ebb/base/error.h"
 #include "ebb/comm/init.h"
+#include "support/complaint.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -13,32 +14,25 @@
 namespace ebb::comm {
 namespace {
 
+using ebb::test::complaint;
+
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-enum class Way { kSockets, kReads, kHosts };
+enum class Links { kSockets, kReads, kHosts };
 
 // kHosts: ranks 0 and 1 on one host, 2 and 3 on another.
-std::function<GroupOptions(int)> options(Way way) {
+std::function<GroupOptions(int)> options(Links way) {
   return [way](int rank) {
     GroupOptions options{
         .timeout = std::chrono::seconds(60),
         .heartbeat = std::chrono::milliseconds(100),
-        .same_host_reads = way != Way::kSockets};
-    if (way == Way::kHosts) {
+        .same_host_reads = way != Links::kSockets};
+    if (way == Links::kHosts) {
       options.host = rank < 2 ? "a" : "b";
     }
     return options;
   };
-}
-
-std::string message(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const std::exception& error) {
-    return message_of(error);
-  }
-  return "";
 }
 
 TEST(Mesh, OneAxisIsTheWorld) {
@@ -53,13 +47,13 @@ TEST(Mesh, OneAxisIsTheWorld) {
 
 TEST(Mesh, AnUnknownAxisIsAnErrorThatListsTheAxes) {
   const Mesh mesh(single());
-  EXPECT_THAT(message([&] { mesh.axis("pipeline"); }), HasSubstr("expected one of 'shard', got 'pipeline'"));
+  EXPECT_THAT(complaint([&] { mesh.axis("pipeline"); }), HasSubstr("expected one of 'shard', got 'pipeline'"));
   EXPECT_THROW(Mesh(nullptr), c10::ValueError);
 }
 
 TEST(Mesh, FactorsThatDoNotMultiplyToTheWorldAreRefused) {
   EXPECT_THAT(
-      message([] { Mesh::replicate_by_shard(single(), 2, 2); }),
+      complaint([] { Mesh::replicate_by_shard(single(), 2, 2); }),
       HasSubstr("replicate x shard must equal the number of ranks, got 2 x 2"));
   EXPECT_THROW(Mesh::replicate_by_shard(single(), 0, 1), c10::ValueError);
 }
@@ -70,10 +64,10 @@ TEST(Mesh, TwoAxesOverOneRankWork) {
   EXPECT_EQ(mesh.axis("replicate")->size(), 1);
 }
 
-class MeshOver : public ::testing::TestWithParam<Way> {};
+class MeshOver : public ::testing::TestWithParam<Links> {};
 INSTANTIATE_TEST_SUITE_P(
-    Algorithm, MeshOver, ::testing::Values(Way::kSockets, Way::kReads, Way::kHosts), [](const auto& info) {
-      return info.param == Way::kSockets ? "Sockets" : info.param == Way::kReads ? "Reads" : "Hosts";
+    Algorithm, MeshOver, ::testing::Values(Links::kSockets, Links::kReads, Links::kHosts), [](const auto& info) {
+      return info.param == Links::kSockets ? "Sockets" : info.param == Links::kReads ? "Reads" : "Hosts";
     });
 
 TEST_P(MeshOver, AxesAreGroupsOfTheRightRanksInOrder) {

@@ -12,7 +12,7 @@ using test::run_reference;
 using test::shard_subject;
 using test::wrap_everything;
 
-constexpr int kSteps = 10;
+constexpr int kEqualSteps = 10;
 
 torch::optim::AdamWOptions adamw() {
   return torch::optim::AdamWOptions(1e-2).weight_decay(0.1);
@@ -29,7 +29,7 @@ std::string case_name(const ::testing::TestParamInfo<Case>& info) {
 
 TEST_P(Equality, LossesGradientsAndParametersAreBitEqualToOneUnshardedProcess) {
   const auto& [strategy, world_size, kind] = GetParam();
-  const auto reference = run_reference(kind, world_size, kSteps);
+  const auto reference = run_reference(kind, world_size, kEqualSteps);
   std::mutex mutex;
   ebb::test::spawn_ranks(world_size, [&, strategy = strategy, kind = kind](const auto& group) {
     auto subject = make_subject(kind);
@@ -40,7 +40,7 @@ TEST_P(Equality, LossesGradientsAndParametersAreBitEqualToOneUnshardedProcess) {
       index[reference.parameters[i].first] = i;
     }
     const auto layout = model.layout();
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < kEqualSteps; ++step) {
       auto loss = subject.loss(step, group->rank());
       loss.backward();
       const std::lock_guard lock(mutex);
@@ -75,7 +75,7 @@ class ReplicateEquality : public ::testing::TestWithParam<std::tuple<int, std::s
 
 TEST_P(ReplicateEquality, LossesGradientsAndParametersAreBitEqualToOneUnshardedProcess) {
   const auto& [world_size, kind] = GetParam();
-  const auto reference = run_reference(kind, world_size, kSteps);
+  const auto reference = run_reference(kind, world_size, kEqualSteps);
   std::mutex mutex;
   ebb::test::spawn_ranks(world_size, [&, kind = kind](const auto& group) {
     auto subject = make_subject(kind);
@@ -83,7 +83,7 @@ TEST_P(ReplicateEquality, LossesGradientsAndParametersAreBitEqualToOneUnshardedP
     const ReplicateOptions options{.mesh = comm::Mesh(group), .bucket_bytes = 4096, .first_bucket_bytes = 512};
     auto model = subject.module ? replicate(*subject.module, options) : replicate(*subject.script, options);
     torch::optim::AdamW optimizer(model.parameters(), adamw());
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < kEqualSteps; ++step) {
       auto loss = subject.loss(step, group->rank());
       loss.backward();
       const std::lock_guard lock(mutex);
@@ -182,14 +182,14 @@ TEST(ReplicateFullBatch, GradientsInDoubleAgreeTo1e9) {
 
 TEST(Equality, ClippedStepsAgreeTo1e6AndAllRanksSeeTheSameNorm) {
   constexpr int kRanks = 3;
-  const auto reference = run_reference("gpt", kRanks, kSteps, /*clip=*/0.5);
+  const auto reference = run_reference("gpt", kRanks, kEqualSteps, /*clip=*/0.5);
   std::mutex mutex;
   std::vector<std::vector<double>> norms(kRanks);
   ebb::test::spawn_ranks(kRanks, [&](const auto& group) {
     auto subject = make_subject("gpt");
     auto model = shard_subject(subject, {.mesh = comm::Mesh(group), .wrap = wrap_everything()});
     torch::optim::AdamW optimizer(model.parameters(), adamw());
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < kEqualSteps; ++step) {
       auto loss = subject.loss(step, group->rank());
       const auto expected = reference.losses[step][group->rank()];
       EXPECT_NEAR(loss.template item<double>(), expected, 1e-6 * expected);

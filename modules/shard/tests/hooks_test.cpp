@@ -11,10 +11,6 @@ using test::make_chain;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-ShardOptions over(const std::shared_ptr<comm::Communicator>& group) {
-  return {.mesh = comm::Mesh(group), .wrap = wrap_by_size(1)};
-}
-
 std::vector<at::Tensor> gradients(const std::shared_ptr<comm::Communicator>& group, const ShardOptions& options) {
   auto chain = make_chain(3);
   auto model = fully_shard(chain, options);
@@ -29,7 +25,7 @@ std::vector<at::Tensor> gradients(const std::shared_ptr<comm::Communicator>& gro
 TEST(CommHook, TheDefaultHookChangesNothing) {
   for (const auto strategy : {Strategy::kFullShard, Strategy::kNoShard}) {
     ebb::test::spawn_ranks(2, [&](const auto& group) {
-      auto options = over(group);
+      auto options = test::over(group);
       options.strategy = strategy;
       const auto plain = gradients(group, options);
       options.comm_hook = reduce_as_is;
@@ -46,7 +42,7 @@ TEST(CommHook, CompressionHalvesTheBytesAndRoundsOnce) {
     ebb::test::spawn_ranks(2, [&](const auto& group) {
       const auto op = strategy == Strategy::kNoShard ? comm::Op::kAllReduce : comm::Op::kReduceScatter;
       const auto sent = [&] { return group->traffic().bytes_sent[static_cast<std::size_t>(op)]; };
-      auto options = over(group);
+      auto options = test::over(group);
       options.strategy = strategy;
       const auto begin = sent();
       const auto plain = gradients(group, options);
@@ -67,8 +63,8 @@ TEST(CommHook, CompressionHalvesTheBytesAndRoundsOnce) {
 
 TEST(CommHook, UsersCanWriteTheirOwn) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
-    const auto plain = gradients(group, over(group));
-    auto options = over(group);
+    const auto plain = gradients(group, test::over(group));
+    auto options = test::over(group);
     options.comm_hook = [](const GradientReduction& reduction) {
       reduction.input.mul_(3);
       return reduce_as_is(reduction);
@@ -82,9 +78,9 @@ TEST(CommHook, UsersCanWriteTheirOwn) {
 
 TEST(GradientHook, SeesEachUnitsAveragedShardOnce) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
-    const auto plain = gradients(group, over(group));
+    const auto plain = gradients(group, test::over(group));
     std::vector<std::string> units;
-    auto options = over(group);
+    auto options = test::over(group);
     options.gradient_hook = [&](const std::string& unit, at::Tensor& gradient) {
       units.push_back(unit);
       gradient.mul_(2);
@@ -100,7 +96,7 @@ TEST(GradientHook, SeesEachUnitsAveragedShardOnce) {
 TEST(OptimizerInBackward, EqualsSteppingAfterwardsAndKeepsNoGradient) {
   for (const auto strategy : {Strategy::kFullShard, Strategy::kShardGradOp, Strategy::kNoShard}) {
     ebb::test::spawn_ranks(2, [&](const auto& group) {
-      auto options = over(group);
+      auto options = test::over(group);
       options.strategy = strategy;
       auto plain_chain = make_chain(4);
       auto plain = fully_shard(plain_chain, options);
@@ -133,7 +129,7 @@ TEST(OptimizerInBackward, EqualsSteppingAfterwardsAndKeepsNoGradient) {
 TEST(Ignored, ModulesAndParametersStayPlainAndUnreduced) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto chain = make_chain(4);
-    auto options = over(group);
+    auto options = test::over(group);
     options.ignored = [](const ModuleInfo& info) { return info.name == "1"; };
     options.ignored_parameters = {"3.bias"};
     auto model = fully_shard(chain, options);
@@ -149,7 +145,7 @@ TEST(Ignored, ModulesAndParametersStayPlainAndUnreduced) {
     EXPECT_TRUE(at::equal(chain->parameters()[2].grad(), plain->parameters()[2].grad())); // this rank's own
     EXPECT_NE(chain->parameters()[2].data_ptr(), nullptr);
     auto other = make_chain(2);
-    auto wrong = over(group);
+    auto wrong = test::over(group);
     wrong.ignored_parameters = {"1.weigth"};
     EXPECT_THAT(error_of([&] { (void)fully_shard(other, wrong); }), HasSubstr("got '1.weigth'"));
   });
@@ -158,7 +154,7 @@ TEST(Ignored, ModulesAndParametersStayPlainAndUnreduced) {
 TEST(Join, RanksWithFewerBatchesTakePartUntilTheLast) {
   ebb::test::spawn_ranks(3, [](const auto& group) {
     auto chain = make_chain(3);
-    auto model = fully_shard(chain, over(group));
+    auto model = fully_shard(chain, test::over(group));
     torch::optim::SGD optimizer(model.parameters(), 0.1);
     auto plain = make_chain(3);
     torch::optim::SGD reference(plain->parameters(), 0.1);

@@ -12,7 +12,7 @@ using test::shard_subject;
 using test::wrap_everything;
 using ::testing::HasSubstr;
 
-constexpr int kSteps = 4;
+constexpr int kMixedSteps = 4;
 
 // One unsharded process with fp32 masters: each rank's gradient by a model in `dtype`, sums in fp32 in rank order.
 std::vector<at::Tensor> run_mixed_reference(const std::string& kind, int ranks, at::ScalarType dtype) {
@@ -23,7 +23,7 @@ std::vector<at::Tensor> run_mixed_reference(const std::string& kind, int ranks, 
     parameters.push_back(tensor);
   }
   torch::optim::AdamW optimizer(parameters, torch::optim::AdamWOptions(1e-2).weight_decay(0.1));
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kMixedSteps; ++step) {
     std::vector<at::Tensor> sums(parameters.size());
     for (int rank = 0; rank < ranks; ++rank) {
       const auto low = compute.parameters();
@@ -64,7 +64,7 @@ TEST_P(Mixed, TrainsFp32MastersAsOneUnshardedProcessThatComputesInTheLowDtype) {
         subject,
         {.mesh = comm::Mesh(group), .strategy = strategy, .wrap = wrap_everything(), .mixed_precision = mixed});
     torch::optim::AdamW optimizer(model.parameters(), torch::optim::AdamWOptions(1e-2).weight_decay(0.1));
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < kMixedSteps; ++step) {
       subject.loss(step, group->rank()).backward();
       for (const auto& leaf : model.parameters()) {
         EXPECT_EQ(leaf.scalar_type(), at::kFloat);

@@ -15,11 +15,11 @@ using test::shard_subject;
 using test::wrap_everything;
 
 constexpr int kRanks = 2;
-constexpr int kSteps = 3;
+constexpr int kMutatedSteps = 3;
 
 // Ranks whose losses and gradients were those of the reference in every step, with `faults` put into the engine.
 int ranks_equal_to_reference(Faults faults) {
-  const auto reference = run_reference("gpt", kRanks, kSteps);
+  const auto reference = run_reference("gpt", kRanks, kMutatedSteps);
   std::atomic<int> equal{0};
   ebb::test::spawn_ranks(kRanks, [&](const auto& group) {
     auto subject = make_subject("gpt");
@@ -27,7 +27,7 @@ int ranks_equal_to_reference(Faults faults) {
     model.engine().inject(faults);
     torch::optim::AdamW optimizer(model.parameters(), torch::optim::AdamWOptions(1e-2).weight_decay(0.1));
     bool same = true;
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < kMutatedSteps; ++step) {
       auto loss = subject.loss(step, group->rank());
       same = same && loss.template item<double>() == reference.losses[step][group->rank()];
       loss.backward();

@@ -24,7 +24,7 @@ using test::wrap_everything;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-constexpr int kSteps = 4;
+constexpr int kOffloadSteps = 4;
 
 /// Copies that take their time, each another.
 OffloadPolicy slow_file() {
@@ -86,7 +86,7 @@ TEST_P(Offloaded, TrainsBitEqualToTheSameModelInMemoryHoweverLateCopiesAre) {
         auto model = shard_subject(subject, options);
         torch::optim::AdamW optimizer(model.parameters(), torch::optim::AdamWOptions(1e-2));
         std::vector<at::Tensor> results;
-        for (int step = 0; step < kSteps; ++step) {
+        for (int step = 0; step < kOffloadSteps; ++step) {
           if (variant.accumulate) {
             subject.loss(step + 100, group->rank()).backward();
             const auto scope = model.no_sync();

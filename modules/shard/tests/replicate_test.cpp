@@ -11,7 +11,7 @@ using test::make_chain;
 using ::testing::HasSubstr;
 
 // Several buckets for a chain of a few Linear(8, 8).
-ReplicateOptions over(const std::shared_ptr<comm::Communicator>& group) {
+ReplicateOptions replicated_over(const std::shared_ptr<comm::Communicator>& group) {
   return {.mesh = comm::Mesh(group), .bucket_bytes = 600, .first_bucket_bytes = 300};
 }
 
@@ -52,7 +52,7 @@ TEST(Replicate, AParameterUsedOnOneRankGetsItsShareAndOneUsedNowhereGetsNone) {
   const auto expected = expected_gradients(2, 3, loss_of);
   ebb::test::spawn_ranks(2, [&](const auto& group) {
     auto chain = make_chain(3);
-    auto model = replicate(chain, over(group));
+    auto model = replicate(chain, replicated_over(group));
     for (int step = 0; step < 3; ++step) {
       loss_of(chain, group->rank()).backward();
       expect_gradients(chain, expected);
@@ -68,7 +68,7 @@ TEST(Replicate, NoSyncAddsUpLocallyAndTheNextBackwardReducesAll) {
   const auto expected = expected_gradients(2, 3, loss_of);
   ebb::test::spawn_ranks(2, [&](const auto& group) {
     auto chain = make_chain(3);
-    auto model = replicate(chain, over(group));
+    auto model = replicate(chain, replicated_over(group));
     for (int repeat = 0; repeat < 2; ++repeat) {
       const auto before = group->traffic().calls_of(comm::Op::kAllReduce);
       {
@@ -91,7 +91,7 @@ TEST(Replicate, AFailedBackwardLeavesNothingBehind) {
   for (const bool reset_by_hand : {false, true}) {
     ebb::test::spawn_ranks(2, [&](const auto& group) {
       auto chain = make_chain(4);
-      auto model = replicate(chain, over(group));
+      auto model = replicate(chain, replicated_over(group));
       for (int round = 0; round < 3; ++round) {
         auto x = chain->at<torch::nn::LinearImpl>(0).forward(input(group->rank()));
         x.register_hook([](at::Tensor grad) -> at::Tensor { // after the last layers have started their reductions
@@ -115,16 +115,16 @@ TEST(Replicate, AFailedBackwardLeavesNothingBehind) {
 
 TEST(Replicate, WithoutItsResultABackwardThrows) {
   auto chain = make_chain(2);
-  (void)replicate(chain, over(comm::single()));
+  (void)replicate(chain, replicated_over(comm::single()));
   EXPECT_THAT(error_of([&] { chain->forward(input(0)).sum().backward(); }), HasSubstr("the ReplicatedModel is gone"));
-  const auto again = replicate(chain, over(comm::single()));
+  const auto again = replicate(chain, replicated_over(comm::single()));
   EXPECT_EQ(error_of([&] { chain->forward(input(0)).sum().backward(); }), "");
 }
 
 TEST(Replicate, UnfreezingLaterIsNamed) {
   auto chain = make_chain(2);
   chain->parameters()[1].set_requires_grad(false);
-  const auto model = replicate(chain, over(comm::single()));
+  const auto model = replicate(chain, replicated_over(comm::single()));
   chain->forward(input(0)).sum().backward();
   EXPECT_FALSE(chain->parameters()[1].grad().defined());
   chain->parameters()[1].set_requires_grad(true);
@@ -137,7 +137,8 @@ TEST(Replicate, ErrorsCarryItsName) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto chain = make_chain(group->rank() == 0 ? 2 : 3);
     EXPECT_THAT(
-        error_of([&] { (void)replicate(chain, over(group)); }), HasSubstr("[replicate] the ranks' models differ"));
+        error_of([&] { (void)replicate(chain, replicated_over(group)); }),
+        HasSubstr("[replicate] the ranks' models differ"));
   });
 }
 

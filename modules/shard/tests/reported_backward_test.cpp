@@ -19,15 +19,13 @@ using test::make_chain;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-constexpr std::array kStrategies{Strategy::kFullShard, Strategy::kShardGradOp, Strategy::kNoShard};
-
 at::Tensor loss_of(torch::nn::Sequential chain, int rank, int step = 0) {
   return chain->forward(batch(rank, step)).pow(2).mean();
 }
 
 // PyTorch issues 106637, 47260, PR 120926
 TEST(SeveralBackwards, TwoThroughOneGraphAddUp) {
-  for (const auto strategy : kStrategies) {
+  for (const auto strategy : test::kStrategies) {
     ebb::test::spawn_ranks(2, [&](const auto& group) {
       auto chain = make_chain(4);
       auto plain = make_chain(4);
@@ -50,7 +48,7 @@ TEST(SeveralBackwards, TwoThroughOneGraphAddUp) {
 
 // PyTorch issue 106637
 TEST(SeveralBackwards, TwoLossesOnOneTrunkAddUp) {
-  for (const auto strategy : kStrategies) {
+  for (const auto strategy : test::kStrategies) {
     ebb::test::spawn_ranks(2, [&](const auto& group) {
       auto chain = make_chain(3);
       auto plain = make_chain(3);
@@ -104,7 +102,7 @@ TEST(SeveralBackwards, CreateGraphIsRefusedAndTheNextStepWorks) {
 
 // PyTorch issue 47260: the penalty on an input's gradient needs a graph of that gradient, and none of parameters'.
 TEST(SeveralBackwards, APenaltyOnTheInputsGradientTrainsAsUnsharded) {
-  for (const auto strategy : kStrategies) {
+  for (const auto strategy : test::kStrategies) {
     ebb::test::spawn_ranks(2, [&](const auto& group) {
       auto chain = make_chain(3);
       auto plain = make_chain(3);
@@ -192,7 +190,7 @@ TEST(SeveralForwards, ACheckpointedUnitAppliedTwiceIsReducedAfterItsLastUse) {
     }
     return x.pow(2).mean();
   };
-  for (const auto strategy : kStrategies) {
+  for (const auto strategy : test::kStrategies) {
     ebb::test::spawn_ranks(2, [&](const auto& group) {
       auto chain = make_chain(3, kWide);
       auto plain = make_chain(3, kWide);

@@ -18,10 +18,6 @@ using test::make_chain;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-ShardOptions over(const test::Group& group) {
-  return {.mesh = comm::Mesh(group), .wrap = wrap_by_size(1)};
-}
-
 template <class Model>
 std::string saved(ShardedModel& model, const std::shared_ptr<Model>& net) {
   std::stringstream file;
@@ -64,7 +60,7 @@ TEST(ParameterShapes, ALearnableScalarTrainsAndIsSavedAndLoadedAtAnotherWorldSiz
     ebb::test::spawn_ranks(ranks, [&](const auto& group) {
       auto net = built(make_small);
       auto plain = built(make_small);
-      auto model = fully_shard(*net, over(group));
+      auto model = fully_shard(*net, test::over(group));
       torch::optim::SGD optimizer(model.parameters(), 0.1);
       torch::optim::SGD reference(plain->parameters(), 0.1);
       for (int step = 0; step < 3; ++step) {
@@ -85,7 +81,7 @@ TEST(ParameterShapes, ALearnableScalarTrainsAndIsSavedAndLoadedAtAnotherWorldSiz
   for (const int ranks : {1, 4}) {
     ebb::test::spawn_ranks(ranks, [&](const auto& group) {
       auto net = built(make_small, /*seed=*/9);
-      auto model = fully_shard(*net, over(group));
+      auto model = fully_shard(*net, test::over(group));
       const auto& file = files.at(5 - group->size()); // what the other number of ranks has written
       load(model, net, file);
       auto written = built(make_small, /*seed=*/11);
@@ -105,7 +101,7 @@ TEST(ParameterShapes, EmptyShardsTakePartInClippingAndScaling) {
   ebb::test::spawn_ranks(kRanks, [](const auto& group) {
     auto net = built(make_small);
     auto plain = built(make_small);
-    auto model = fully_shard(*net, over(group));
+    auto model = fully_shard(*net, test::over(group));
     std::int64_t empty = 0;
     for (const auto& leaf : model.parameters()) {
       empty += leaf.numel() == 0;
@@ -130,7 +126,7 @@ TEST(ParameterShapes, EmptyShardsTakePartInClippingAndScaling) {
     }
     expect_parameters(model, *net, *plain, 1e-5);
     auto again = built(make_small, /*seed=*/9);
-    auto loaded = fully_shard(*again, over(group));
+    auto loaded = fully_shard(*again, test::over(group));
     load(loaded, again, saved(model, net));
     expect_parameters(loaded, *again, *plain, 1e-5);
   });
@@ -159,7 +155,7 @@ TEST(ParameterShapes, TransposedAndChannelsLastWeightsKeepTheirValuesAndBecomeCo
       auto net = built(make);
       auto plain = built(make);
       EXPECT_FALSE(plain->transposed.is_contiguous() || plain->kernel.is_contiguous());
-      auto options = over(group);
+      auto options = test::over(group);
       options.strategy = strategy;
       auto model = fully_shard(*net, options);
       expect_parameters(model, *net, *plain); // bit for bit, by index
@@ -226,7 +222,7 @@ TEST(ParameterShapes, ParametersOnTheMetaDeviceAreRefusedByName) {
   chain->push_back(torch::nn::Linear(2, 2));
   chain->ptr(1)->register_parameter("scale", at::empty({3}, at::kMeta));
   EXPECT_THAT(
-      error_of([&] { (void)fully_shard(chain, over(comm::single())); }),
+      error_of([&] { (void)fully_shard(chain, test::over(comm::single())); }),
       AllOf(HasSubstr("'1.scale' is on the meta device"), HasSubstr("ebb::deferred_init()")));
 }
 
@@ -235,7 +231,7 @@ TEST(ParameterShapes, AParameterRegisteredAsAViewIsToldToBeCloned) {
   auto chain = make_chain(1);
   chain->ptr(0)->register_parameter("turned", at::ones({6, 8}).t());
   EXPECT_THAT(
-      error_of([&] { (void)fully_shard(chain, over(comm::single())); }),
+      error_of([&] { (void)fully_shard(chain, test::over(comm::single())); }),
       AllOf(HasSubstr("'0.turned' was registered as a view"), HasSubstr("register its clone()")));
 }
 
@@ -244,7 +240,7 @@ TEST(ParameterShapes, ACloneOfAShardedModelIsAPlainModelOfItsOwn) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto chain = make_chain(3);
     auto plain = make_chain(3);
-    auto model = fully_shard(chain, over(group));
+    auto model = fully_shard(chain, test::over(group));
     const auto copy = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(chain->clone()); // gathers: collective
     ASSERT_TRUE(copy);
     model.reset();
@@ -276,7 +272,7 @@ TEST(ParameterShapes, NothingKeepsTheMemoryOfTheUnshardedModel) {
       storages.emplace_back(
           c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(parameter.storage().unsafeGetStorageImpl()));
     }
-    auto model = fully_shard(chain, over(group));
+    auto model = fully_shard(chain, test::over(group));
     chain->forward(batch(group->rank(), 0, 32)).sum().backward();
     for (std::size_t i = 0; i < storages.size(); ++i) {
       EXPECT_TRUE(storages[i].expired()) << i;

@@ -13,19 +13,13 @@ using test::expect_gradients;
 using test::make_chain;
 using ::testing::HasSubstr;
 
-constexpr std::array kStrategies{Strategy::kFullShard, Strategy::kShardGradOp, Strategy::kNoShard};
-
-ShardOptions over(const test::Group& group, Strategy strategy = Strategy::kFullShard) {
-  return {.mesh = comm::Mesh(group), .strategy = strategy, .wrap = wrap_by_size(1)};
-}
-
 // PyTorch issue 104504: SHARD_GRAD_OP with mixed precision, a forward in training, in evaluation, and in training again.
 TEST(StepPhases, AnyOrderOfTrainingEvaluationAndScopesGivesTheSameValues) {
-  for (const auto strategy : kStrategies) {
+  for (const auto strategy : test::kStrategies) {
     for (const std::string dtype : {"fp32", "bf16"}) {
       ebb::test::spawn_ranks(2, [&](const auto& group) {
         auto chain = make_chain(4);
-        auto options = over(group, strategy);
+        auto options = test::over(group, strategy);
         options.mixed_precision = mixed_precision(dtype);
         auto model = fully_shard(chain, options);
         const auto x = batch(group->rank());
@@ -79,7 +73,7 @@ TEST(StepPhases, AnEvaluationEndsWithinItsFramesAndReshardEmptiesThem) {
   for (const auto strategy : {Strategy::kFullShard, Strategy::kShardGradOp}) {
     ebb::test::spawn_ranks(2, [&](const auto& group) {
       auto chain = make_chain(6);
-      auto model = fully_shard(chain, over(group, strategy));
+      auto model = fully_shard(chain, test::over(group, strategy));
       const at::NoGradGuard no_grad;
       for (int i = 0; i < 2; ++i) {
         chain->forward(batch(group->rank()));
@@ -96,12 +90,12 @@ TEST(StepPhases, AnEvaluationEndsWithinItsFramesAndReshardEmptiesThem) {
 
 // facebookresearch/fairscale issues 490, 1129; PyTorch PR 86343
 TEST(StepPhases, AChildMayBeUsedBeforeTheRoot) {
-  for (const auto strategy : kStrategies) {
+  for (const auto strategy : test::kStrategies) {
     for (const bool child_backward : {false, true}) {
       ebb::test::spawn_ranks(2, [&](const auto& group) {
         auto chain = make_chain(4);
         auto plain = make_chain(4);
-        auto options = over(group, strategy);
+        auto options = test::over(group, strategy);
         options.wrap = wrap_by_name({"1", "2"}); // 0 and 3 are the root's own
         auto model = fully_shard(chain, options);
         const auto use_child = [&](torch::nn::Sequential net, int rank) {
@@ -129,13 +123,13 @@ TEST(StepPhases, AChildMayBeUsedBeforeTheRoot) {
 
 // mosaicml/composer PR 3030, PR 3866; pytorch/torchtitan issue 1329
 TEST(StepPhases, ABatchThatFailsOnAllRanksIsSkippedAndLeavesNothingUnsharded) {
-  for (const auto strategy : kStrategies) {
+  for (const auto strategy : test::kStrategies) {
     for (const bool in_backward : {false, true}) {
       for (const bool reset_by_hand : {false, true}) {
         ebb::test::spawn_ranks(2, [&](const auto& group) {
           auto chain = make_chain(4);
           auto plain = make_chain(4);
-          auto model = fully_shard(chain, over(group, strategy));
+          auto model = fully_shard(chain, test::over(group, strategy));
           const auto fail = [&] {
             auto x = batch(group->rank());
             for (int i = 0; i < 4; ++i) {
@@ -184,7 +178,7 @@ TEST(Schedule, ReshardAfterForwardMayChangeBetweenSteps) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto chain = make_chain(5);
     auto plain = make_chain(5);
-    auto options = over(group);
+    auto options = test::over(group);
     options.frames = 1;
     options.prefetch = 0;
     auto model = fully_shard(chain, options);
@@ -212,7 +206,7 @@ TEST(Schedule, BackwardGathersAheadWhatItsListSays) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto chain = make_chain(6);
     auto plain = make_chain(6);
-    auto options = over(group);
+    auto options = test::over(group);
     options.frames = 2;
     options.prefetch = 1;
     auto model = fully_shard(chain, options);

@@ -15,7 +15,7 @@ using test::make_chain;
 using ::testing::HasSubstr;
 
 // Several buckets for a chain of a few Linear(8, 8) of 288 bytes each.
-ReplicateOptions over(const test::Group& group) {
+ReplicateOptions replicated_over(const test::Group& group) {
   return {.mesh = comm::Mesh(group), .bucket_bytes = 600, .first_bucket_bytes = 300};
 }
 
@@ -53,7 +53,7 @@ TEST(Replicas, AHeadThatIsNotInTheLossKeepsNoGradientInAnyStep) {
     const auto make = [] { return std::make_shared<TwoHeads>(); };
     auto net = built(make);
     auto plain = built(make);
-    auto model = replicate(*net, over(group));
+    auto model = replicate(*net, replicated_over(group));
     torch::optim::SGD optimizer(model.parameters(), 0.1);
     torch::optim::SGD reference(plain->parameters(), 0.1);
     for (int step = 0; step < 6; ++step) {
@@ -77,7 +77,7 @@ TEST(Replicas, AnUnusedLayerDoesNotLetRanksDriftApart) {
   ebb::test::spawn_ranks(2, [&](const auto& group) {
     auto chain = make_chain(4);
     auto plain = make_chain(4);
-    auto model = replicate(chain, over(group));
+    auto model = replicate(chain, replicated_over(group));
     torch::optim::SGD optimizer(model.parameters(), 0.1);
     torch::optim::SGD reference(plain->parameters(), 0.1);
     const auto loss_of = [](torch::nn::Sequential net, int rank, int step) {
@@ -111,7 +111,7 @@ TEST(Replicas, EveryWindowOfAccumulationIsReduced) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto chain = make_chain(3);
     auto plain = make_chain(3);
-    auto model = replicate(chain, over(group));
+    auto model = replicate(chain, replicated_over(group));
     torch::optim::SGD optimizer(model.parameters(), 0.1);
     torch::optim::SGD reference(plain->parameters(), 0.1);
     const auto loss_of = [](torch::nn::Sequential& net, int rank, int step) {
@@ -148,7 +148,7 @@ TEST(Replicas, RanksWithFewerBatchesJoinUntilTheLastOneEnds) {
   ebb::test::spawn_ranks(kRanks, [](const auto& group) {
     auto chain = make_chain(3);
     auto plain = make_chain(3);
-    auto model = replicate(chain, over(group));
+    auto model = replicate(chain, replicated_over(group));
     torch::optim::SGD optimizer(model.parameters(), 0.1);
     torch::optim::SGD reference(plain->parameters(), 0.1);
     const auto num_batches = [](int rank) { return 4 - rank; };
@@ -208,7 +208,7 @@ TEST(Replicas, StartFromTheParametersAndBuffersOfRank0) {
 TEST(Replicas, GradientsAreViewsOfTheBucketsThatAreReduced) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto chain = make_chain(5);
-    auto model = replicate(chain, over(group));
+    auto model = replicate(chain, replicated_over(group));
     // From the last layer: its bias and weight fill the first bucket of 300 bytes; then two of 600 take two layers each.
     constexpr std::size_t kBuckets = 3;
     EXPECT_THAT(model.explain(), HasSubstr("in 3 bucket(s)"));

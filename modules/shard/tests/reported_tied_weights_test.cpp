@@ -17,7 +17,7 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-constexpr int kSteps = 5;
+constexpr int kTiedSteps = 5;
 
 struct Layer : torch::nn::Module {
   explicit Layer(const at::Tensor& bias)
@@ -94,7 +94,7 @@ void train_beside_one_process(const test::Group& group, Strategy strategy, const
     distinct.push_back(plain->named_parameters()[name]);
   }
   torch::optim::SGD reference(distinct, options);
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kTiedSteps; ++step) {
     for (int rank = 0; rank < group->size(); ++rank) {
       plain->forward(batch(rank, step)).pow(2).mean().backward();
     }
@@ -114,11 +114,9 @@ void train_beside_one_process(const test::Group& group, Strategy strategy, const
   expect_parameters(model, *net, *plain);
 }
 
-constexpr std::array kStrategies{Strategy::kFullShard, Strategy::kShardGradOp, Strategy::kNoShard};
-
 // PyTorch issue 83052
 TEST(TiedWeights, ABiasSharedByTwoUnitsTrainsAsUnsharded) {
-  for (const auto strategy : kStrategies) {
+  for (const auto strategy : test::kStrategies) {
     ebb::test::spawn_ranks(2, [&](const auto& group) {
       train_beside_one_process<SharedBias>(group, strategy, wrap_by_name({"a", "b"}));
     });
@@ -131,7 +129,7 @@ TEST(TiedWeights, ABiasSharedByTwoUnitsTrainsAsUnsharded) {
 
 // pytorch/torchtitan issue 2817, PyTorch PR 179532
 TEST(TiedWeights, AModuleUnderTwoUnitsTrainsAsUnsharded) {
-  for (const auto strategy : kStrategies) {
+  for (const auto strategy : test::kStrategies) {
     ebb::test::spawn_ranks(2, [&](const auto& group) {
       for (const auto& wrap :
            {wrap_by_name({"a", "b"}), wrap_by_name({"a.shared", "a", "b"}), wrap_by_size(1), wrap_root()}) {

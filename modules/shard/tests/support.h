@@ -9,6 +9,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
+#include <memory>
 #include <mutex>
 #include <string>
 
@@ -22,6 +24,13 @@ inline WrapPolicy wrap_everything() {
 inline ShardedModel shard_subject(Subject& subject, ShardOptions options) {
   return subject.module ? fully_shard(*subject.module, std::move(options))
                         : fully_shard(*subject.script, std::move(options));
+}
+
+inline constexpr std::array kStrategies{Strategy::kFullShard, Strategy::kShardGradOp, Strategy::kNoShard};
+
+/// All ranks of `group`, every module with parameters a unit.
+inline ShardOptions over(const std::shared_ptr<comm::Communicator>& group, Strategy strategy = Strategy::kFullShard) {
+  return {.mesh = comm::Mesh(group), .strategy = strategy, .wrap = wrap_everything()};
 }
 
 /// The text of the exception that `action` throws, without the backtrace; "" when it throws none.

@@ -9,10 +9,6 @@ using test::make_chain;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-ShardOptions over(const std::shared_ptr<comm::Communicator>& group) {
-  return {.mesh = comm::Mesh(group), .wrap = wrap_by_size(1)};
-}
-
 // One SGD step after another on a chain of five, with whatever the options are; then the parameters.
 std::vector<at::Tensor> train(
     const std::shared_ptr<comm::Communicator>& group, const ShardOptions& options, int steps = 3,
@@ -47,8 +43,8 @@ void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor
 TEST(UnitOptions, StrategiesMixedUnitByUnitGiveTheSameValues) {
   for (const int ranks : {1, 2, 4}) {
     ebb::test::spawn_ranks(ranks, [](const auto& group) {
-      const auto plain = train(group, over(group));
-      auto mixed = over(group);
+      const auto plain = train(group, test::over(group));
+      auto mixed = test::over(group);
       mixed.unit_options = [](const ModuleInfo& info) -> UnitOptions {
         return info.name == "1"   ? UnitOptions{.shard = false}
                : info.name == "3" ? UnitOptions{.reshard_after_forward = false}
@@ -62,7 +58,7 @@ TEST(UnitOptions, StrategiesMixedUnitByUnitGiveTheSameValues) {
 TEST(UnitOptions, AUnitThatIsKeptAfterForwardIsGatheredOnce) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto chain = make_chain(5);
-    auto options = over(group);
+    auto options = test::over(group);
     options.frames = 1;
     options.prefetch = 0;
     options.unit_options = [](const ModuleInfo& info) {
@@ -79,8 +75,8 @@ TEST(UnitOptions, AUnitThatIsKeptAfterForwardIsGatheredOnce) {
 
 TEST(ReshardAfterForward, AnIntegerGathersBackwardWithinNeighbours) {
   ebb::test::spawn_ranks(4, [](const auto& group) {
-    const auto plain = train(group, over(group));
-    auto options = over(group);
+    const auto plain = train(group, test::over(group));
+    auto options = test::over(group);
     options.frames = 1;
     options.prefetch = 0;
     options.unit_options = [](const ModuleInfo&) { return UnitOptions{.reshard_after_forward = 2}; };
@@ -103,7 +99,7 @@ TEST(ReshardAfterForward, AnIntegerGathersBackwardWithinNeighbours) {
 TEST(ReshardAfterForward, WhatAnIntegerKeepsIsNotUsedAfterAWrite) {
   ebb::test::spawn_ranks(4, [](const auto& group) {
     auto chain = make_chain(3);
-    auto options = over(group);
+    auto options = test::over(group);
     options.frames = 1;
     options.prefetch = 0;
     options.unit_options = [](const ModuleInfo&) { return UnitOptions{.reshard_after_forward = 2}; };
@@ -124,7 +120,7 @@ TEST(ReshardAfterForward, WhatAnIntegerKeepsIsNotUsedAfterAWrite) {
 TEST(ReshardAfterForward, AnIntegerMustDivideTheRanks) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto chain = make_chain(2);
-    auto options = over(group);
+    auto options = test::over(group);
     options.unit_options = [](const ModuleInfo&) { return UnitOptions{.reshard_after_forward = 3}; };
     EXPECT_THAT(
         test::error_of([&] { (void)fully_shard(chain, options); }),
@@ -135,7 +131,7 @@ TEST(ReshardAfterForward, AnIntegerMustDivideTheRanks) {
 TEST(Unshard, GathersAheadAndHoldsUntilReshard) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto chain = make_chain(4);
-    auto model = fully_shard(chain, over(group));
+    auto model = fully_shard(chain, test::over(group));
     EXPECT_THAT(model.units(), ElementsAre("0", "1", "2", "3"));
     auto handle = model.unshard({"3"});
     const auto gathers = model.stats().unshards;
@@ -153,17 +149,17 @@ TEST(Unshard, GathersAheadAndHoldsUntilReshard) {
 
 TEST(Unshard, ChangesNoValue) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
-    const auto plain = train(group, over(group));
-    expect_equal(train(group, over(group), 3, [](ShardedModel& model) { model.unshard({"1", "2"}); }), plain);
+    const auto plain = train(group, test::over(group));
+    expect_equal(train(group, test::over(group), 3, [](ShardedModel& model) { model.unshard({"1", "2"}); }), plain);
     expect_equal(
         train(
-            group, over(group), 3,
+            group, test::over(group), 3,
             [](ShardedModel& model) {
               model.reshard({"0", "1", "2", "3", "4"});
             }),
         plain);
     expect_equal(
-        train(group, over(group), 3, [](ShardedModel& model) { model.set_reshard_after_backward({"1"}, false); }),
+        train(group, test::over(group), 3, [](ShardedModel& model) { model.set_reshard_after_backward({"1"}, false); }),
         plain);
   });
 }
@@ -171,7 +167,7 @@ TEST(Unshard, ChangesNoValue) {
 TEST(ReshardAfterBackward, OffKeepsTheUnitUntilItsShardIsWritten) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto chain = make_chain(4);
-    auto model = fully_shard(chain, over(group));
+    auto model = fully_shard(chain, test::over(group));
     model.set_reshard_after_backward({"2"}, false);
     torch::optim::SGD optimizer(model.parameters(), 0.1);
     chain->forward(at::ones({2, 8})).sum().backward();
@@ -184,7 +180,7 @@ TEST(ReshardAfterBackward, OffKeepsTheUnitUntilItsShardIsWritten) {
 TEST(Prefetch, FollowsAnExplicitList) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto chain = make_chain(5);
-    auto options = over(group);
+    auto options = test::over(group);
     options.frames = 3;
     options.prefetch = 1;
     auto model = fully_shard(chain, options);

@@ -2,6 +2,7 @@
 
 #include "ebb/base/error.h"
 #include "ebb/shard/fully_shard.h"
+#include "support/complaint.h"
 #include "support/spawn_ranks.h"
 
 #include <gmock/gmock.h>
@@ -14,19 +15,11 @@
 namespace ebb::train {
 namespace {
 
+using ebb::test::complaint;
+
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-template <class ErrorType = c10::ValueError>
-std::string complaint(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const ErrorType& error) {
-    return error.what_without_backtrace();
-  }
-  return "none";
-}
 
 TEST(BatchController, FollowsAScheduleOfSteps) {
   BatchController controller(
@@ -197,7 +190,7 @@ TEST(BatchController, RefusesAStateOfOtherOptions) {
   EXPECT_THAT(refused(growing, {.global_batch = 2}), HasSubstr("does not follow"));
 }
 
-torch::nn::Sequential make_model() {
+torch::nn::Sequential tanh_model() {
   torch::manual_seed(8);
   torch::nn::Sequential model(torch::nn::Linear(6, 9), torch::nn::Tanh(), torch::nn::Linear(9, 2));
   model->to(at::kDouble);
@@ -217,7 +210,7 @@ struct Trained {
 
 /// The loop of docs/guide/sharding.md. Where `pause_at` is given, controller and momentum are saved and loaded there.
 Trained train(std::int64_t max_micro_batch, std::optional<int> pause_at = {}) {
-  std::vector<torch::nn::Sequential> models{make_model(), make_model()};
+  std::vector<torch::nn::Sequential> models{tanh_model(), tanh_model()};
   Trained result;
   ebb::test::spawn_ranks(2, [&](const std::shared_ptr<comm::Communicator>& world) {
     const int rank = world->rank();

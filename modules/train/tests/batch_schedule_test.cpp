@@ -1,4 +1,5 @@
 #include "ebb/train/batch_schedule.h"
+#include "support/complaint.h"
 
 #include <c10/util/Exception.h>
 #include <gmock/gmock.h>
@@ -9,18 +10,11 @@
 namespace ebb::train {
 namespace {
 
+using ebb::test::complaint;
+
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-std::string complaint(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const c10::ValueError& error) {
-    return error.what_without_backtrace();
-  }
-  return "none";
-}
 
 TEST(BatchPlan, CutsTheGlobalBatchExactly) {
   EXPECT_EQ(plan_batch(24, 4, 2), (BatchPlan{24, 4, 3}));

@@ -106,14 +106,14 @@ TEST(GradientNoise, LeavesOutStepsThatOverflowedAndRefusesOneBatchSize) {
   EXPECT_EQ(noise.scale(), before);
 }
 
-torch::nn::Sequential make_model() {
+torch::nn::Sequential noisy_model() {
   torch::manual_seed(6);
   torch::nn::Sequential model(torch::nn::Linear(5, 7), torch::nn::Tanh(), torch::nn::Linear(7, 3));
   model->to(at::kDouble);
   return model;
 }
 
-at::Tensor samples_of(int rank, int micro) {
+at::Tensor noisy_samples(int rank, int micro) {
   return at::arange(20, at::kDouble).view({4, 5}).mul(0.1).add(0.7 * rank - 0.4 * micro).sin();
 }
 
@@ -127,10 +127,10 @@ double squared_norm(const torch::nn::Sequential& model) {
 
 /// Of the mean loss over these micro-batches of these ranks, without ebb.
 double expected_squared_norm(const std::vector<int>& ranks, const std::vector<int>& micros) {
-  auto model = make_model();
+  auto model = noisy_model();
   for (const int rank : ranks) {
     for (const int micro : micros) {
-      (model->forward(samples_of(rank, micro)).square().mean() / static_cast<double>(ranks.size() * micros.size()))
+      (model->forward(noisy_samples(rank, micro)).square().mean() / static_cast<double>(ranks.size() * micros.size()))
           .backward();
     }
   }
@@ -151,7 +151,7 @@ TEST_P(LocalNorm, IsThatOfTheRanksOwnGradient) {
   std::vector<int> ranks;
   std::vector<double> own, one_micro;
   for (int rank = 0; rank < layout.ranks; ++rank) {
-    models.push_back(make_model());
+    models.push_back(noisy_model());
     ranks.push_back(rank);
     own.push_back(expected_squared_norm({rank}, {0, 1}));
     one_micro.push_back((expected_squared_norm({rank}, {0}) + expected_squared_norm({rank}, {1})) / 2);
@@ -173,7 +173,7 @@ TEST_P(LocalNorm, IsThatOfTheRanksOwnGradient) {
         if (no_sync && micro == 0) {
           scope.emplace(model.no_sync());
         }
-        (models[rank]->forward(samples_of(rank, micro)).square().mean() / 2).backward();
+        (models[rank]->forward(noisy_samples(rank, micro)).square().mean() / 2).backward();
       }
       const double norm = model.clip_grad_norm_(kInfinity);
       EXPECT_NEAR(norm * norm, reduced, 1e-9);

@@ -1,6 +1,7 @@
 #include "ebb/train/micro_batch_search.h"
 
 #include "ebb/train/memory.h"
+#include "support/complaint.h"
 #include "support/spawn_ranks.h"
 
 #include <gmock/gmock.h>
@@ -17,18 +18,11 @@
 namespace ebb::train {
 namespace {
 
+using ebb::test::complaint;
+
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-std::string complaint(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const c10::ValueError& error) {
-    return error.what_without_backtrace();
-  }
-  return "none";
-}
 
 std::int64_t bytes_of(std::int64_t micro_batch) {
   return 1000 + 10 * micro_batch;

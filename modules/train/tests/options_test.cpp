@@ -16,7 +16,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-std::string complaint(const TrainOptions& options) {
+std::string refusal_of(const TrainOptions& options) {
   try {
     check_options(options, "test");
   } catch (const c10::ValueError& error) {
@@ -26,14 +26,14 @@ std::string complaint(const TrainOptions& options) {
 }
 
 TEST(Options, AreCheckedAgainstTheBoundsOfTheirList) {
-  EXPECT_EQ(complaint({}), "");
+  EXPECT_EQ(refusal_of({}), "");
   EXPECT_THAT(
-      complaint({.steps = 0}),
+      refusal_of({.steps = 0}),
       AllOf(HasSubstr("[test] steps"), HasSubstr("in [1, 1000000000000]"), HasSubstr("got 0")));
-  EXPECT_THAT(complaint({.lr = 0}), AllOf(HasSubstr("lr"), HasSubstr("above 0"), HasSubstr("got 0")));
-  EXPECT_THAT(complaint({.lr = std::nan("")}), HasSubstr("lr"));
-  EXPECT_THAT(complaint({.betas = {0.9, 1.0}}), AllOf(HasSubstr("betas"), HasSubstr("in [0, 1)"), HasSubstr("got 1")));
-  EXPECT_EQ(complaint({.betas = {0.0, 0.999}}), "");
+  EXPECT_THAT(refusal_of({.lr = 0}), AllOf(HasSubstr("lr"), HasSubstr("above 0"), HasSubstr("got 0")));
+  EXPECT_THAT(refusal_of({.lr = std::nan("")}), HasSubstr("lr"));
+  EXPECT_THAT(refusal_of({.betas = {0.9, 1.0}}), AllOf(HasSubstr("betas"), HasSubstr("in [0, 1)"), HasSubstr("got 1")));
+  EXPECT_EQ(refusal_of({.betas = {0.0, 0.999}}), "");
 }
 
 TEST(Options, MustBeFiniteNumbersAndKeepToTheirUpperBounds) {
@@ -53,8 +53,8 @@ TEST(Options, MustBeFiniteNumbersAndKeepToTheirUpperBounds) {
     }
   });
   EXPECT_EQ(numbers, 3 * 7);
-  EXPECT_THAT(complaint({.batch = 100'000'000'000}), AllOf(HasSubstr("[1, 1000000]"), HasSubstr("got 100000000000")));
-  EXPECT_THAT(complaint({.prompt = ""}), AllOf(HasSubstr("prompt"), HasSubstr("at least one byte")));
+  EXPECT_THAT(refusal_of({.batch = 100'000'000'000}), AllOf(HasSubstr("[1, 1000000]"), HasSubstr("got 100000000000")));
+  EXPECT_THAT(refusal_of({.prompt = ""}), AllOf(HasSubstr("prompt"), HasSubstr("at least one byte")));
 }
 
 TEST(Options, AreWrittenSoThatTheyReadBackTheSame) {

@@ -3,6 +3,7 @@
 #include "ebb/shard/fully_shard.h"
 #include "ebb/shard/replicate.h"
 #include "ebb/train/parameter_set.h"
+#include "support/complaint.h"
 #include "support/spawn_ranks.h"
 #include "tiny_training.h"
 
@@ -11,6 +12,8 @@
 
 namespace ebb::train {
 namespace {
+
+using ebb::test::complaint;
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
@@ -23,7 +26,7 @@ constexpr std::int64_t kLength = 6;
 /// Targets that count in each micro-step of each rank. Rank 0 has none in its second.
 constexpr std::int64_t kCounts[3][kMicroSteps] = {{1, 0, 6}, {4, 2, 3}, {1, 1, 5}};
 
-torch::nn::Sequential make_model() {
+torch::nn::Sequential token_model() {
   torch::manual_seed(3);
   torch::nn::Sequential model(
       torch::nn::Embedding(kVocabulary, 5), torch::nn::Tanh(), torch::nn::Linear(5, kVocabulary));
@@ -91,7 +94,7 @@ double largest_difference(const std::vector<at::Tensor>& a, const std::vector<at
 
 /// What one process makes of all ranks' micro-batches: a single loss, a single division.
 std::vector<at::Tensor> reference(const std::vector<std::vector<MicroBatch>>& data) {
-  auto model = make_model();
+  auto model = token_model();
   at::Tensor sum = at::zeros({}, at::kDouble);
   std::int64_t tokens = 0;
   for (const auto& batches : data) {
@@ -134,7 +137,7 @@ void expect_step(int ranks, Spread spread, Way way, bool no_sync, const std::fun
   const auto expected = reference(data);
   std::vector<torch::nn::Sequential> models;
   for (int rank = 0; rank < ranks; ++rank) {
-    models.push_back(make_model());
+    models.push_back(token_model());
   }
   ebb::test::spawn_ranks(ranks, [&](const std::shared_ptr<comm::Communicator>& world) {
     auto& model = models[world->rank()];
@@ -183,7 +186,7 @@ TEST(TokenAverageDivisor, UndoesWhateverGradientsAreDividedBy) {
   const auto data = make_data(2);
   const auto expected = reference(data);
   for (const auto way : {Way::kScaleLosses, Way::kScaleGradients}) {
-    std::vector<torch::nn::Sequential> models{make_model(), make_model()};
+    std::vector<torch::nn::Sequential> models{token_model(), token_model()};
     ebb::test::spawn_ranks(2, [&](const std::shared_ptr<comm::Communicator>& world) {
       auto& model = models[world->rank()];
       auto sharded = fully_shard(model, {.mesh = comm::Mesh(world), .gradient_divide_factor = 5.0});
@@ -192,15 +195,6 @@ TEST(TokenAverageDivisor, UndoesWhateverGradientsAreDividedBy) {
       EXPECT_LT(largest_difference(values_of(model), expected), 1e-9);
     });
   }
-}
-
-std::string complaint(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const c10::ValueError& error) {
-    return error.what_without_backtrace();
-  }
-  return "none";
 }
 
 TEST(TokenScale, IsRanksOverTheTokensOfAllRanks) {

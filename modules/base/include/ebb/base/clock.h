@@ -34,6 +34,11 @@ class ScriptedClock : public Clock {
   TimePoint now_{};
 };
 
+/// Now, by the system's monotonic clock.
+inline Clock::TimePoint steady_now() {
+  return std::chrono::steady_clock::now();
+}
+
 /// Seconds between two points in time.
 inline double seconds_between(Clock::TimePoint from, Clock::TimePoint to) {
   return std::chrono::duration<double>(to - from).count();

@@ -91,5 +91,7 @@ function(ebb_reuse_pch target)
   # file, whether precompiled or not. Several files in one translation unit pay that once.
   if(EBB_UNITY)
     set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${EBB_UNITY})
+    # A file is no longer the main one, where a class may hold types of the anonymous namespace.
+    target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-subobject-linkage>)
   endif()
 endfunction()

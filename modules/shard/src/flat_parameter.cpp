@@ -7,6 +7,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <numeric>
 
 namespace ebb::shard {
 namespace {
@@ -28,10 +29,31 @@ at::Tensor make_sentinel(const Member& member, const FlatParameter& flat) {
       "[fully_shard] the gradient of '" + member.name + "' (unit '" + flat.unit->name +
       "') is in the shards, not on the model's parameter: build the optimizer on the parameters() of the ShardedModel, "
       "and clip with its clip_grad_norm_()");
-  return tensor_on(c10::Storage(std::move(storage)), /*paged=*/false, flat.dtype, 0, member.sizes);
+  return tensor_on(c10::Storage(std::move(storage)), /*paged=*/false, flat.dtype, 0, member.sizes, member.strides);
 }
 
 } // namespace
+
+// Strides are part of a model: a channels-last weight makes convolutions take the channels-last kernels and give their
+// bits. So the elements stay in the order they have in memory.
+void Member::take_shape(const at::Tensor& tensor) {
+  sizes = tensor.sizes().vec();
+  numel = tensor.numel();
+  strides = dense_strides(tensor);
+  if (!tensor.is_contiguous() && tensor.is_non_overlapping_and_dense()) {
+    dim_order.resize(sizes.size());
+    std::iota(dim_order.begin(), dim_order.end(), 0);
+    std::stable_sort(dim_order.begin(), dim_order.end(), [this](auto a, auto b) { return strides[a] > strides[b]; });
+  }
+}
+
+at::Tensor Member::in_shape(const at::Tensor& flat) const {
+  return flat.as_strided(sizes, strides, flat.storage_offset() + offset);
+}
+
+at::Tensor Member::in_memory_order(const at::Tensor& values) const {
+  return dim_order.empty() ? values.reshape({-1}) : values.permute(dim_order).reshape({-1});
+}
 
 void FlatParameter::lay_out(int rank, int world_size) {
   std::int64_t end = 0;
@@ -57,7 +79,7 @@ void FlatParameter::fill(const Member& member, const at::Tensor& values, int ran
   const auto length = member.slice_end - member.slice_begin;
   if (length > 0) {
     shard.narrow(0, member.offset + member.slice_begin - rank * shard_numel, length)
-        .copy_(values.reshape({-1}).narrow(0, member.slice_begin, length));
+        .copy_(member.in_memory_order(values).narrow(0, member.slice_begin, length));
   }
 }
 
@@ -97,7 +119,8 @@ void FlatParameter::point_parameters_at(const c10::intrusive_ptr<PagedStorage>& 
   const OwnAccess own;
   for (auto& member : members) {
     // Keeps the handle, its autograd identity and every alias of the handle; drops the bytes it had.
-    member.parameter.set_data(tensor_on(c10::Storage(other), /*paged=*/true, as, member.offset, member.sizes));
+    member.parameter.set_data(
+        tensor_on(c10::Storage(other), /*paged=*/true, as, member.offset, member.sizes, member.strides));
   }
 }
 

@@ -23,6 +23,8 @@ struct Member {
   std::vector<std::string> tied_names; ///< Its other names.
   at::Tensor parameter; ///< The model's own handle; its storage is the flat parameter's paged storage.
   std::vector<std::int64_t> sizes;
+  std::vector<std::int64_t> strides; ///< Those it had; contiguous ones where it had gaps or overlaps.
+  std::vector<std::int64_t> dim_order; ///< As in ShardLayout: empty for row-major.
   std::int64_t numel = 0;
   std::int64_t offset = 0; ///< First element within the flat parameter.
 
@@ -36,10 +38,17 @@ struct Member {
   bool used = false; ///< Received a gradient in this backward.
   bool unsynced = false; ///< Received one in a backward before that was not reduced.
   at::Tensor sentinel; ///< Stands in the model's grad between steps; see Note [Sentinel gradients].
+
+  /// Takes sizes, strides and their order from `tensor`.
+  void take_shape(const at::Tensor& tensor);
+  /// Its part of `flat`, a whole flat parameter or a buffer laid out like one, in its own shape and strides.
+  at::Tensor in_shape(const at::Tensor& flat) const;
+  /// All of `values`, of its shape, one behind the other in memory order.
+  at::Tensor in_memory_order(const at::Tensor& values) const;
 };
 
 // Note [Flat parameter layout]
-// The members lie one behind the other in row-major order, each from a multiple of kAlignment elements, so that a
+// The members lie one behind the other, each in its memory order and from a multiple of kAlignment elements, so that a
 // gathered parameter is aligned as LibTorch's allocator would have aligned it: kernels that choose their path by alignment
 // then give the same bits as without ebb. The whole is padded to world_size equal chunks; rank r's shard is chunk r.
 inline constexpr std::int64_t kAlignment = 16;

@@ -90,8 +90,7 @@ std::unique_ptr<Unit> make_unit(
       member.name = parameter.names.front();
       member.tied_names.assign(parameter.names.begin() + 1, parameter.names.end());
       member.parameter = parameter.tensor;
-      member.sizes = parameter.tensor.sizes().vec();
-      member.numel = parameter.tensor.numel();
+      member.take_shape(parameter.tensor);
       flat->members.push_back(std::move(member));
     }
     for (auto& [key, flat] : by_dtype) {

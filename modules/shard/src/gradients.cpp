@@ -111,7 +111,7 @@ void GradientReducer::on_gradient(Unit& unit, FlatParameter& flat, Member& membe
     return;
   }
   if (member.filled) {
-    slot(unit, flat).narrow(0, member.offset, member.numel).view(member.sizes).add_(grad);
+    member.in_shape(slot(unit, flat)).add_(grad);
     return;
   }
   if (member.pending.defined()) {
@@ -144,7 +144,7 @@ void GradientReducer::fill(Unit& unit) {
     auto flat_slot = slot(unit, *flat);
     for (auto& member : flat->members) {
       if (member.pending.defined()) {
-        flat_slot.narrow(0, member.offset, member.numel).view(member.sizes).copy_(member.pending);
+        member.in_shape(flat_slot).copy_(member.pending);
         member.pending = at::Tensor();
         member.filled = true;
       }

@@ -3,6 +3,8 @@
 #include "dispatch.h"
 #include "op_results.h"
 
+#include <c10/util/strides.h>
+
 #include <torch/torch.h>
 
 namespace ebb::shard {
@@ -45,16 +47,29 @@ void PagedStorage::empty(const std::string& message) {
   release_data_and_set_meta_custom_data_ptr_error_msg_(message);
 }
 
+std::vector<std::int64_t> dense_strides(const at::Tensor& tensor) {
+  if (tensor.is_non_overlapping_and_dense()) {
+    return tensor.strides().vec();
+  }
+  const auto strides = c10::contiguous_strides(tensor.sizes());
+  return {strides.begin(), strides.end()};
+}
+
 at::Tensor tensor_on(
-    const c10::Storage& storage, bool paged, c10::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes) {
+    const c10::Storage& storage, bool paged, c10::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes,
+    at::IntArrayRef strides) {
   c10::DispatchKeySet keys(c10::computeDispatchKey(dtype, c10::kStrided, storage.device()));
   if (paged) {
     keys = keys.add(kPagedKey);
   }
   auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(storage), keys, c10::scalarTypeToTypeMeta(dtype));
-  impl->set_sizes_contiguous(sizes);
-  impl->set_storage_offset(offset);
+  impl->set_sizes_and_strides(sizes, strides, offset);
   return at::Tensor(std::move(impl));
+}
+
+at::Tensor tensor_on(
+    const c10::Storage& storage, bool paged, c10::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes) {
+  return tensor_on(storage, paged, dtype, offset, sizes, c10::contiguous_strides(sizes));
 }
 
 } // namespace ebb::shard

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace ebb::shard {
 
@@ -65,7 +66,14 @@ class PagedStorage : public c10::StorageImpl {
   PageKind kind_;
 };
 
-/// A tensor of `sizes`, contiguous from element `offset` of `storage`; with ebb's dispatch key when `paged`.
+/// The strides of `tensor`; contiguous ones where it has gaps or overlaps.
+std::vector<std::int64_t> dense_strides(const at::Tensor& tensor);
+
+/// A tensor of `sizes` and `strides`, from element `offset` of `storage`; with ebb's dispatch key when `paged`.
+at::Tensor tensor_on(
+    const c10::Storage& storage, bool paged, c10::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes,
+    at::IntArrayRef strides);
+/// The same, contiguous.
 at::Tensor tensor_on(
     const c10::Storage& storage, bool paged, c10::ScalarType dtype, std::int64_t offset, at::IntArrayRef sizes);
 

@@ -72,8 +72,9 @@ void Reducer::make_memory(Bucket& bucket) {
   const auto& first = bucket.slots.front().parameter;
   bucket.memory = at::zeros({end}, first.options().requires_grad(false));
   for (auto& slot : bucket.slots) {
-    slot.grad =
-        tensor_on(bucket.memory.storage(), /*paged=*/false, first.scalar_type(), slot.offset, slot.parameter.sizes());
+    const auto& like = slot.parameter;
+    slot.grad = tensor_on(
+        bucket.memory.storage(), /*paged=*/false, like.scalar_type(), slot.offset, like.sizes(), dense_strides(like));
   }
 }
 

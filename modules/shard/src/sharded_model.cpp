@@ -154,7 +154,7 @@ std::vector<ShardLayout> ShardedModel::layout() const {
   std::vector<ShardLayout> layouts;
   for_each_flat(*engine_, [&](const FlatParameter& flat) {
     for (const auto& member : flat.members) {
-      ShardLayout layout{member.name, member.sizes, flat.master_dtype, {}};
+      ShardLayout layout{member.name, member.sizes, flat.master_dtype, {}, member.dim_order};
       if (member.slice_begin < member.slice_end) {
         layout.slices.push_back({member.slice_begin, member.slice_end});
       }

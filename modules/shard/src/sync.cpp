@@ -15,7 +15,9 @@ std::vector<std::string> describe(const ModuleTree& tree, const std::string& set
   for (const auto& node : tree.nodes) {
     for (const auto& [name, tensor] : node.parameters) {
       lines.push_back(c10::str(
-          "parameter '", name, "' ", tensor.sizes(), " ", tensor.dtype(), tensor.requires_grad() ? "" : ", frozen"));
+          "parameter '", name, "' ", tensor.sizes(), " ", tensor.dtype(),
+          tensor.is_contiguous() ? "" : c10::str(" with strides ", tensor.strides()),
+          tensor.requires_grad() ? "" : ", frozen"));
     }
   }
   for (const auto& [name, tensor] : tree.buffers) {

@@ -136,48 +136,101 @@ struct Strided : torch::nn::Module {
   Strided()
       : transposed(register_parameter("transposed", at::randn({6, 8}).t().clone())), // clone() keeps strides
         kernel(
-            register_parameter("kernel", (at::randn({6, 2, 3, 3}) * 0.2).contiguous(at::MemoryFormat::ChannelsLast))) {}
+            register_parameter("kernel", (at::randn({6, 2, 3, 3}) * 0.2).contiguous(at::MemoryFormat::ChannelsLast))),
+        pointwise(register_parameter("pointwise", at::randn({6, 6, 1, 1}).contiguous(at::MemoryFormat::ChannelsLast))),
+        gapped(register_parameter("gapped", at::randn({8, 6}).slice(1, 0, 6, 2))) {}
   at::Tensor loss(int rank, int step) {
-    const auto image = batch(rank, step, 32).view({1, 2, 4, 8});
-    const auto features = at::conv2d(image, kernel, {}, 1, 1).mean({2, 3});
-    return at::tanh(at::linear(features, transposed)).pow(2).mean();
+    const auto image = batch(rank, step, 32).view({1, 2, 4, 8}).contiguous(at::MemoryFormat::ChannelsLast);
+    const auto features = at::conv2d(at::conv2d(image, kernel, {}, 1, 1), pointwise).mean({2, 3});
+    return at::tanh(at::matmul(at::linear(features, transposed), gapped)).pow(2).mean();
   }
-  at::Tensor transposed, kernel;
+  at::Tensor transposed, kernel, pointwise, gapped;
 };
 
-// pytorch/torchtitan PR 1180, PyTorch PR 137382: such weights train with the right values. Their strides are not kept: a
-// flat parameter lays its members out in row-major order, and so do the model's parameters from then on; operators
-// therefore choose contiguous kernels, which may round otherwise. What is saved is row-major too.
-TEST(ParameterShapes, TransposedAndChannelsLastWeightsKeepTheirValuesAndBecomeContiguous) {
+// pytorch/torchtitan PR 1180, PyTorch PR 137382: such weights train with the right values. They keep their strides, so
+// that operators choose the kernels that they would choose without ebb. Only gaps go: what is not dense becomes row-major.
+TEST(ParameterShapes, TransposedAndChannelsLastWeightsKeepTheirStridesAndTrainBitEqual) {
   const auto make = [] { return std::make_shared<Strided>(); };
   for (const auto strategy : {Strategy::kFullShard, Strategy::kNoShard}) {
     ebb::test::spawn_ranks(2, [&](const auto& group) {
       auto net = built(make);
       auto plain = built(make);
-      EXPECT_FALSE(plain->transposed.is_contiguous() || plain->kernel.is_contiguous());
-      auto options = test::over(group);
-      options.strategy = strategy;
-      auto model = fully_shard(*net, options);
-      expect_parameters(model, *net, *plain); // bit for bit, by index
-      EXPECT_TRUE(net->transposed.is_contiguous() && net->kernel.is_contiguous());
-      torch::optim::SGD optimizer(model.parameters(), 0.1);
-      torch::optim::SGD reference(plain->parameters(), 0.1);
+      plain->gapped.set_data(plain->gapped.contiguous());
+      auto model = fully_shard(*net, test::over(group, strategy));
+      for (const auto& parameter : plain->named_parameters()) {
+        EXPECT_EQ(net->named_parameters()[parameter.key()].strides(), parameter.value().strides()) << parameter.key();
+      }
+      expect_parameters(model, *net, *plain);
+      torch::optim::AdamW optimizer(model.parameters(), 0.1);
+      torch::optim::AdamW reference(plain->parameters(), 0.1);
       for (int step = 0; step < 3; ++step) {
         net->loss(group->rank(), step).backward();
         backward_of_all_ranks(*plain, 2, [&](int rank) { return plain->loss(rank, step); });
-        expect_gradients(model, *plain, 1e-6);
+        expect_gradients(model, *plain);
         optimizer.step();
         optimizer.zero_grad();
         reference.step();
         reference.zero_grad();
       }
-      expect_parameters(model, *net, *plain, 1e-6);
+      expect_parameters(model, *net, *plain);
       auto again = built(make, /*seed=*/9);
-      auto loaded = fully_shard(*again, options);
+      auto loaded = fully_shard(*again, test::over(group, strategy));
       load(loaded, again, saved(model, net));
-      expect_parameters(loaded, *again, *plain, 1e-6);
+      expect_parameters(loaded, *again, *plain);
+      EXPECT_EQ(again->kernel.strides(), plain->kernel.strides());
     });
   }
+}
+
+TEST(ParameterShapes, LayoutSaysInWhichOrderTheElementsOfAStridedParameterLie) {
+  const auto make = [] { return std::make_shared<Strided>(); };
+  ebb::test::spawn_ranks(2, [&](const auto& group) {
+    auto net = built(make);
+    const auto plain = built(make);
+    auto model = fully_shard(*net, test::over(group));
+    std::map<std::string, std::vector<std::int64_t>> orders;
+    const auto leaves = model.named_parameters();
+    const auto layouts = model.layout();
+    for (std::size_t i = 0; i < layouts.size(); ++i) {
+      const auto& [name, shape, dtype, slices, order] = layouts[i];
+      orders[name] = order;
+      const auto whole = plain->named_parameters()[name].detach();
+      const auto flat = order.empty() ? whole.reshape(-1) : whole.permute(order).reshape(-1);
+      for (const auto& slice : slices) {
+        EXPECT_TRUE(at::equal(leaves[i].second.detach(), flat.slice(0, slice.begin, slice.end))) << name;
+      }
+    }
+    EXPECT_EQ(orders["transposed"], (std::vector<std::int64_t>{1, 0}));
+    EXPECT_EQ(orders["kernel"], (std::vector<std::int64_t>{0, 2, 3, 1}));
+    EXPECT_TRUE(orders["gapped"].empty());
+  });
+}
+
+TEST(ParameterShapes, ARankWithOtherStridesIsNamed) {
+  ebb::test::spawn_ranks(2, [&](const auto& group) {
+    auto net = built([] { return std::make_shared<Strided>(); });
+    if (group->rank() == 1) {
+      net->kernel.set_data(net->kernel.contiguous());
+    }
+    const auto error = error_of([&] { (void)fully_shard(*net, test::over(group)); });
+    EXPECT_THAT(error, HasSubstr("parameter 'kernel' [6, 2, 3, 3] float with strides [18, 1, 6, 2]")) << error;
+  });
+}
+
+TEST(ParameterShapes, ReplicasKeepStridesInTheirGradientsToo) {
+  const auto make = [] { return std::make_shared<Strided>(); };
+  ebb::test::spawn_ranks(2, [&](const auto& group) {
+    auto net = built(make);
+    auto plain = built(make);
+    auto model = replicate(*net, {.mesh = comm::Mesh(group)});
+    net->loss(group->rank(), 0).backward();
+    backward_of_all_ranks(*plain, 2, [&](int rank) { return plain->loss(rank, 0); });
+    for (const auto& parameter : plain->named_parameters()) {
+      const auto grad = net->named_parameters()[parameter.key()].grad();
+      EXPECT_TRUE(at::equal(grad, parameter.value().grad())) << parameter.key();
+      EXPECT_EQ(grad.strides(), parameter.value().grad().strides()) << parameter.key();
+    }
+  });
 }
 
 /// Float, double and half parameters, and an integer one that is read.

@@ -59,7 +59,9 @@ inline void expect_gradients(const ShardedModel& model, const torch::nn::Module&
     ASSERT_EQ(leaf.grad().defined(), whole.defined()) << name;
     if (whole.defined()) {
       const auto begin = layout[i].slices.empty() ? 0 : layout[i].slices[0].begin;
-      const auto part = whole.flatten().narrow(0, begin, leaf.numel());
+      const auto& order = layout[i].dim_order;
+      const auto flat = order.empty() ? whole.flatten() : whole.permute(order).flatten();
+      const auto part = flat.narrow(0, begin, leaf.numel());
       EXPECT_TRUE(tolerance == 0 ? at::equal(leaf.grad(), part) : at::allclose(leaf.grad(), part, tolerance, tolerance))
           << name << "\n"
           << leaf.grad() - part;

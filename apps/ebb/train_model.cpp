@@ -6,6 +6,7 @@
 #include "ebb/base/rng.h"
 #include "ebb/shard/deferred_init.h"
 #include "ebb/shard/fully_shard.h"
+#include "ebb/shard/module_checkpoints.h"
 #include "ebb/shard/replicate.h"
 #include "gpt/gpt.h"
 
@@ -15,7 +16,9 @@
 #include <fmt/core.h>
 
 #include <filesystem>
+#include <functional>
 #include <map>
+#include <optional>
 
 namespace ebb::app {
 namespace {
@@ -44,6 +47,24 @@ comm::Mesh mesh_of(const ParallelOptions& options, const std::shared_ptr<comm::C
   return comm::Mesh::replicate_by_shard(world, replicas, world->size() / replicas);
 }
 
+shard::OffloadPolicy file_tier(const ParallelOptions& options) {
+  return {.tier = shard::OffloadTier::kFile, .folder = options.offload_folder};
+}
+
+/// What a block does with its activations; empty: it keeps them.
+std::function<torch::Tensor(gpt::Block&, torch::Tensor)> run_block(gpt::GPT& model, const ParallelOptions& options) {
+  if (options.activations == "keep") {
+    return {};
+  }
+  shard::CheckpointOptions checkpoint;
+  if (options.activations == "offload") {
+    checkpoint.offload =
+        std::make_shared<shard::ActivationOffload>(shard::ActivationOffloadOptions{.policy = file_tier(options)});
+  }
+  return [checkpoints = ModuleCheckpoints(*model, shard::wrap_by_class({"Block"}), checkpoint)](
+             gpt::Block& block, torch::Tensor x_BTC) { return checkpoints(block, x_BTC); };
+}
+
 shard::ShardOptions shard_options(
     const ParallelOptions& options, bool is_gpt, const std::shared_ptr<comm::Communicator>& world) {
   const std::map<std::string, shard::Strategy> strategies{
@@ -58,6 +79,7 @@ shard::ShardOptions shard_options(
       .wrap = wrap_policy(options, is_gpt),
       .mixed_precision =
           options.precision == "fp32" ? shard::MixedPrecision{} : shard::mixed_precision(options.precision),
+      .offload = options.offload == "file" ? std::optional(file_tier(options)) : std::nullopt,
       .frames = static_cast<int>(options.frames),
       .prefetch = static_cast<int>(options.prefetch)};
 }
@@ -88,6 +110,7 @@ SpreadModel make_gpt(
     result.model.parameters =
         train::sharded_parameters(shard::fully_shard(deferred, shard_options(parallel, /*is_gpt=*/true, world)));
   }
+  model->run_block = run_block(model, parallel);
   result.model.logits = [model](const at::Tensor& tokens_BT) mutable { return model(tokens_BT).to(at::kFloat); };
   result.model.loss = [logits = result.model.logits](const at::Tensor& tokens_BT, const at::Tensor& targets_BT) {
     return train::next_token_loss(logits(tokens_BT), targets_BT);
@@ -174,6 +197,9 @@ void check_trust(const ModelOptions& options, bool trust_code) {
 void check_script(const ModelOptions& options, const ParallelOptions& parallel) {
   if (!options.torchscript.empty()) {
     wrap_policy(parallel, /*is_gpt=*/false);
+    TORCH_CHECK_VALUE(
+        parallel.activations == "keep", "--activations: expected keep with --torchscript, got ", parallel.activations,
+        "; what a TorchScript model recomputes is written in the model");
     load_script(options.torchscript);
   }
 }
@@ -189,6 +215,13 @@ void check_parallel(const ParallelOptions& options, int world_size) {
       options.strategy != "replicate" || options.precision == "fp32",
       "--precision: expected fp32 with --strategy replicate, got ", options.precision,
       "; bf16 needs a strategy of fully_shard(), say no_shard");
+  TORCH_CHECK_VALUE(
+      options.strategy != "replicate" || options.offload == "none",
+      "--offload: expected none with --strategy replicate, which keeps the model in memory, got ", options.offload,
+      "; choose a sharded strategy");
+  TORCH_CHECK_VALUE(
+      options.offload_folder.empty() || options.offload == "file" || options.activations == "offload",
+      "--offload-folder: expected --offload file or --activations offload beside it, got neither");
 }
 
 void check_size(const ModelOptions& options, const ParallelOptions& parallel, int world_size) {

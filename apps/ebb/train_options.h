@@ -62,6 +62,9 @@ struct ParallelOptions {
   std::string strategy = "full_shard";
   std::int64_t replicas = 1;
   std::string precision = "fp32";
+  std::string activations = "keep";
+  std::string offload = "none";
+  std::string offload_folder = "";
   std::string wrap = "auto";
   std::int64_t wrap_size = 1'000'000;
   std::int64_t frames = 2;
@@ -86,6 +89,18 @@ struct ParallelOptions {
         "bf16 gathers and computes in bfloat16, but for norms; parameters, sums of gradients and optimizer state stay "
         "float32.",
         one_of({"fp32", "bf16"}));
+    visit(
+        "activations", &O::activations,
+        "What backward finds of a GPT block: keep, all that forward computed; recompute, the block's input alone "
+        "(activation checkpointing); offload, the same with that input in a file until then.",
+        one_of({"keep", "recompute", "offload"}));
+    visit(
+        "offload", &O::offload,
+        "file: shards, their gradients and optimizer state live in a file that is mapped into memory.",
+        one_of({"none", "file"}));
+    visit(
+        "offload_folder", &O::offload_folder,
+        "For that file, which is gone with the run; a local disk. Empty: the system's temporary folder.", any_value());
     visit(
         "wrap", &O::wrap,
         "What is gathered together: block, each GPT block; size, modules of wrap_size; root, all at once; auto, block "

@@ -100,7 +100,7 @@ torch::Tensor GPTImpl::forward(torch::Tensor tokens_BT) {
   TORCH_CHECK_VALUE(T <= config.context, "[GPT] a sequence may have at most ", config.context, " tokens, got ", T);
   auto x_BTC = tokens(tokens_BT) + positions(torch::arange(T, tokens_BT.options()));
   for (auto& block : blocks) {
-    x_BTC = block(x_BTC);
+    x_BTC = run_block ? run_block(block, x_BTC) : block(x_BTC);
   }
   return F::linear(norm(x_BTC), tokens->weight);
 }

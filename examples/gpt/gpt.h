@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -48,6 +49,8 @@ struct GPTImpl : torch::nn::Module {
   Config config;
   torch::nn::Embedding tokens, positions; ///< `tokens` is the head as well: tied weights.
   std::vector<Block> blocks;
+  /// How forward() runs a block; empty: it calls it. For activation checkpointing.
+  std::function<torch::Tensor(Block& block, torch::Tensor x_BTC)> run_block;
   torch::nn::LayerNorm norm;
 };
 TORCH_MODULE(GPT);

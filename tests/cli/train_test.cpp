@@ -93,6 +93,30 @@ TEST(Train, ComputesInBfloat16AndKeepsFloatParameters) {
   EXPECT_EQ(bf16["shard_bytes_per_rank"], fp32["shard_bytes_per_rank"]);
 }
 
+TEST(Train, RecomputesAndOffloadsActivationsAndShardsWithoutChangingTheRun) {
+  const TemporaryFolder folder;
+  const auto tier = folder.path() / "tier";
+  std::filesystem::create_directory(tier);
+  const auto kept = train(folder, "kept", {"--nproc", "2"});
+  const auto run = [&](const std::string& name, std::vector<std::string> more) {
+    more.insert(more.end(), {"--nproc", "2"});
+    const auto summary = train(folder, name, more);
+    EXPECT_NEAR(summary["train_loss"], kept["train_loss"], 1e-6) << name;
+    EXPECT_NEAR(summary["eval_loss"], kept["eval_loss"], 1e-6) << name;
+  };
+  run("recompute", {"--activations", "recompute"});
+  run("offload", {"--activations", "offload", "--offload-folder", tier.string()});
+  run("file", {"--offload", "file", "--offload-folder", tier.string()});
+  EXPECT_TRUE(std::filesystem::is_empty(tier));
+  const auto missing = (folder.path() / "missing").string();
+  const auto outcome = run_ebb(
+      folder,
+      tiny_training(
+          write_text(folder), (folder.path() / "gone").string(), {"--offload", "file", "--offload-folder", missing}));
+  EXPECT_EQ(outcome.code, 2);
+  EXPECT_THAT(outcome.err, HasSubstr("cannot make a file in '" + missing + "'"));
+}
+
 TEST(Train, DryRunSaysWhatAStepOnManyRanksTakesAndLeavesNothing) {
   const TemporaryFolder folder;
   const auto directory = folder.path() / "run";

@@ -92,6 +92,12 @@ TEST(Usage, RefusesValuesOutOfBoundsByFlag) {
   expect_refused(
       run_ebb(folder, {"train", "--data", data, "--strategy", "replicate", "--precision", "bf16"}), 2,
       {"--precision", "no_shard"});
+  expect_refused(
+      run_ebb(folder, {"train", "--data", data, "--strategy", "replicate", "--offload", "file"}), 2,
+      {"--offload", "sharded strategy"});
+  expect_refused(
+      run_ebb(folder, {"train", "--data", data, "--offload-folder", folder.path().string()}), 2,
+      {"--offload-folder", "--activations offload"});
 }
 
 TEST(Usage, RefusesNumbersThatNoNumberCanHold) {

@@ -1,9 +1,12 @@
 #include "ebb/shard/checkpoint.h"
 
+#include "activation_store.h"
+
 #include <ATen/SequenceNumber.h>
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -113,6 +116,7 @@ struct Kept : torch::CustomClassHolder {
   std::vector<bool> input_requires_grad;
   std::optional<RngState> rng;
   Autocast autocast;
+  std::vector<std::shared_ptr<SavedActivation>> offloaded; ///< By input; nullptr where it stays.
   variable_list first_outputs; ///< On their way into the node.
   std::vector<std::pair<std::vector<std::int64_t>, std::optional<at::ScalarType>>> outputs; ///< Sizes and dtypes.
 };
@@ -168,6 +172,11 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
       torch::autograd::AutogradContext* context, at::TensorList inputs, at::TensorList leaves,
       const c10::intrusive_ptr<Kept>& kept) {
     variable_list saved(inputs.begin(), inputs.end());
+    for (std::size_t i = 0; i < kept->offloaded.size(); ++i) {
+      if (kept->offloaded[i]) {
+        saved[i] = at::Tensor();
+      }
+    }
     saved.insert(saved.end(), leaves.begin(), leaves.end());
     context->save_for_backward(saved);
     context->saved_data["kept"] = c10::IValue::make_capsule(kept);
@@ -189,8 +198,13 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
         "[checkpoint] create_graph through a checkpoint is not supported: its backward is a recomputation, not a "
         "graph; call the function without checkpoint() there");
     const auto kept = c10::static_intrusive_pointer_cast<Kept>(context->saved_data["kept"].toCapsule());
-    const auto saved = context->get_saved_variables();
+    auto saved = context->get_saved_variables();
     const auto num_inputs = kept->input_requires_grad.size();
+    for (std::size_t i = 0; i < kept->offloaded.size(); ++i) {
+      if (auto& activation = kept->offloaded[i]) {
+        saved[i] = activation->store->take(*activation, !torch::autograd::get_current_graph_task_keep_graph());
+      }
+    }
     const auto inputs =
         detached({saved.begin(), saved.begin() + static_cast<std::ptrdiff_t>(num_inputs)}, kept->input_requires_grad);
 
@@ -254,6 +268,11 @@ std::vector<at::Tensor> checkpoint(
   }
   const auto first = at::sequence_number::peek();
   auto own = detached(inputs, kept->input_requires_grad);
+  if (options.offload) { // before the function, under which the copies go on
+    for (const auto& input : inputs) {
+      kept->offloaded.push_back(options.offload->store().save(input));
+    }
+  }
   kept->first_outputs = function(own);
   kept->outputs = shapes_of(kept->first_outputs);
   kept->function = std::move(function);

@@ -27,13 +27,13 @@ std::string reason() {
 /// A file without a name, of which each allocation maps a part of its own.
 class Tier::File : public std::enable_shared_from_this<File> {
  public:
-  explicit File(const std::string& folder) : folder_(folder) {
+  File(const std::string& folder, std::string function) : folder_(folder), function_(std::move(function)) {
     descriptor_ = ::open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
     if (descriptor_ < 0) { // file systems without O_TMPFILE
       auto name = (fs::path(folder) / "ebb-offload-XXXXXX").string();
       descriptor_ = ::mkostemp(name.data(), O_CLOEXEC);
       TORCH_CHECK_VALUE(
-          descriptor_ >= 0, "[fully_shard] offload: cannot make a file in '", folder, "': ", reason(),
+          descriptor_ >= 0, "[", function_, "] offload: cannot make a file in '", folder, "': ", reason(),
           "; give OffloadPolicy::folder a folder that can be written");
       ::unlink(name.c_str());
     }
@@ -63,12 +63,12 @@ class Tier::File : public std::enable_shared_from_this<File> {
       throw c10::OutOfMemoryError(
           c10::SourceLocation{__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)},
           c10::str(
-              "[fully_shard] offload: cannot reserve ", bytes, " bytes more in '", folder_, "', where this rank has ",
-              bytes_.load(), " already: ", std::strerror(error),
+              "[", function_, "] offload: cannot reserve ", bytes, " bytes more in '", folder_,
+              "', where this rank has ", bytes_.load(), " already: ", std::strerror(error),
               "; free some disk, or name another OffloadPolicy::folder"));
     }
     void* data = ::mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, offset);
-    TORCH_CHECK(data != MAP_FAILED, "[fully_shard] offload: cannot map ", bytes, " bytes: ", reason());
+    TORCH_CHECK(data != MAP_FAILED, "[", function_, "] offload: cannot map ", bytes, " bytes: ", reason());
     bytes_ += bytes;
     return at::from_blob(
         data, {numel},
@@ -88,21 +88,23 @@ class Tier::File : public std::enable_shared_from_this<File> {
 
  private:
   std::string folder_;
+  std::string function_;
   int descriptor_ = -1;
   std::mutex mutex_;
   std::int64_t end_ = 0;
   std::atomic<std::int64_t> bytes_{0};
 };
 
-Tier::Tier(const OffloadPolicy& policy, c10::Device device)
+Tier::Tier(const OffloadPolicy& policy, c10::Device device, std::string function)
     : policy_(policy), pinned_bytes_(std::make_shared<std::int64_t>(0)) {
   if (policy.tier == OffloadTier::kFile) {
-    file_ = std::make_shared<File>(policy.folder.empty() ? fs::temp_directory_path().string() : policy.folder);
+    file_ = std::make_shared<File>(
+        policy.folder.empty() ? fs::temp_directory_path().string() : policy.folder, std::move(function));
   } else {
     TORCH_CHECK_VALUE(
-        !device.is_cpu(),
-        "[fully_shard] offload: expected a model on an accelerator for OffloadTier::kHost, got one on the CPU, whose "
-        "shards are in host memory anyway; use OffloadTier::kFile");
+        !device.is_cpu(), "[", function,
+        "] offload: expected tensors on an accelerator for OffloadTier::kHost, got ones on the CPU, "
+        "which are in host memory anyway; use OffloadTier::kFile");
   }
   copier_ = Copier::make(device, policy);
 }

@@ -34,7 +34,8 @@ class Copier {
 class Tier {
  public:
   /// @throws ValueError for a policy that the device excludes; RuntimeError where the file cannot be made.
-  Tier(const OffloadPolicy& policy, c10::Device device);
+  /// `function` is who asked, for messages.
+  Tier(const OffloadPolicy& policy, c10::Device device, std::string function = "fully_shard");
   ~Tier();
 
   /// Zeros, 1-D. @throws OutOfMemoryError where the disk is full; names the folder and what was asked for.

@@ -68,6 +68,14 @@ std::shared_ptr<Communicator> Mesh::shard_neighbours(int ranks) const {
   return made;
 }
 
+Mesh Mesh::separate() const {
+  std::vector<int> all(world_->size());
+  std::iota(all.begin(), all.end(), 0);
+  auto world = world_->split(all, "separate");
+  return has_axis("replicate") ? replicate_by_shard(std::move(world), axis("replicate")->size(), axis("shard")->size())
+                               : Mesh(std::move(world));
+}
+
 const std::vector<std::string>& Mesh::axes() const {
   return axes_;
 }

@@ -25,6 +25,10 @@ class Mesh {
   /// ... Collective over the shard axis; the same group each time. `ranks` divides the axis.
   std::shared_ptr<Communicator> shard_neighbours(int ranks) const;
 
+  /// The same ranks along the same axes, in groups of their own, so that what runs in them does not queue behind what runs
+  /// in these. Collective over the world; other groups each time.
+  Mesh separate() const;
+
   const std::vector<std::string>& axes() const;
   /// Whether axis(`axis`) would find a group.
   bool has_axis(const std::string& axis) const;

@@ -235,7 +235,7 @@ bool copies_instead(torch::jit::Stack* stack) {
     return false;
   }
   const auto* engine = storage->owner().engine.load(std::memory_order_acquire);
-  if (!engine || !engine->in_full_parameters() || self.sizes() != source.sizes()) {
+  if (!engine || !storage->owner().flat->unit->in_scope || self.sizes() != source.sizes()) {
     return false;
   }
   {

@@ -15,11 +15,14 @@ namespace ebb::shard {
 
 Engine::Engine(ShardOptions options, std::vector<std::unique_ptr<Unit>> units)
     : options_(std::move(options)),
+      reduce_mesh_(options_.separate_reduce_group ? options_.mesh.separate() : options_.mesh),
       units_(std::move(units)),
       order_(static_cast<int>(units_.size())),
       stage_(units_.empty() ? nullptr : units_.front()->flats.front()->tier),
       resident_(*this) {
   reducer_ = std::make_unique<GradientReducer>(*this);
+  const auto& mixed = options_.mixed_precision;
+  casts_inputs_ = mixed.cast_forward_inputs && (mixed.param_dtype || mixed.param_dtype_override_fn);
 }
 
 Engine::~Engine() {
@@ -102,6 +105,7 @@ bool Engine::begin_backward_if_needed() {
 }
 
 void Engine::touch_and_pin(FlatParameter& flat) {
+  await_optimizer();
   const std::lock_guard lock(mutex_);
   Unit& unit = *flat.unit;
   bool begins_backward = false;
@@ -112,7 +116,7 @@ void Engine::touch_and_pin(FlatParameter& flat) {
   }
   if (&unit != current_) {
     visit(unit);
-  } else if (begins_backward && !unit.backward_prefetch.empty()) {
+  } else if (begins_backward && !unit.backward_prefetch.empty() && !prefetches_after()) {
     prefetch(); // the last unit of forward is not visited again
   }
   if (unit.residence == Residence::kResident) {
@@ -161,8 +165,24 @@ void Engine::visit(Unit& unit) {
   if (unit.residence == Residence::kSharded) {
     resident_.gather(unit);
   }
-  prefetch();
+  if (!prefetches_after()) {
+    prefetch();
+  }
   fetch_ahead();
+}
+
+bool Engine::prefetches_after() const {
+  return options_.backward_prefetch == BackwardPrefetch::kBackwardPost && current_pass() == Pass::kBackward;
+}
+
+void Engine::after_gradients(Unit& unit) {
+  if (!prefetches_after() || !current_) {
+    return;
+  }
+  if (unit.frame && unit.pins == 0 && !unit.in_scope && !unit.held && unit.reshard_after_backward) {
+    resident_.reshard(unit);
+  }
+  prefetch();
 }
 
 // One unit beyond those that are gathered ahead, so that its shard is on the device when its turn comes.
@@ -210,35 +230,45 @@ void Engine::end_backward() {
     return;
   }
   try {
-    reducer_->finish();
+    if (manual_) {
+      unfinished_ = true;
+    } else if (last_backward_) {
+      reducer_->finish();
+    } else {
+      reducer_->postpone();
+    }
   } catch (...) {
     reset();
     throw;
   }
   for (auto& unit : units_) {
-    if (unit->frame && unit->pins == 0 && full_scopes_ == 0 && unit->reshard_after_backward) {
+    if (unit->frame && unit->pins == 0 && !unit->in_scope && unit->reshard_after_backward) {
       resident_.reshard(*unit);
     }
   }
   resident_.release_gathers();
-  resident_.drop_near_slices();
   stage_.drop_all();
-  order_.end_step();
+  if (last_backward_ && !manual_) {
+    end_step();
+  }
   current_ = nullptr;
   armed_ = false;
+}
+
+void Engine::end_step() {
+  resident_.drop_near_slices();
+  order_.end_step();
 }
 
 void Engine::reset() {
   const std::lock_guard lock(mutex_);
   armed_ = false;
+  unfinished_ = false;
   current_ = nullptr;
   reducer_->abandon();
   stage_.abandon();
-  order_.end_step();
-  resident_.drop_near_slices();
-  if (full_scopes_ == 0) {
-    resident_.abandon();
-  }
+  end_step();
+  resident_.abandon();
 }
 
 Residency Engine::residency() const {

@@ -36,8 +36,8 @@ struct Faults {
 /// order: engine, then whatever the communicator locks; no call goes from the communicator into the engine. Two threads
 /// must not use one model at the same time; on CPU the second is refused while a backward runs.
 ///
-/// In four files: engine.cpp (use, backward), engine_control.cpp (what users switch), engine_checks.cpp (what is refused),
-/// full_parameters.cpp (the scope).
+/// In several files: engine.cpp (use, backward), engine_control.cpp and engine_switches.cpp (what users switch),
+/// engine_checks.cpp (what is refused), full_parameters.cpp and full_gradients.cpp (the scope), frame_share.cpp.
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   Engine(ShardOptions options, std::vector<std::unique_ptr<Unit>> units);
@@ -76,13 +76,30 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool reduces(const Unit& unit) const {
     return no_sync_scopes_ == 0 && unit.sync;
   }
+  /// Whether backward also takes the unit's gradients to the leaves, and to the copies of its shards if there are any.
+  bool publishes(const Unit& unit) const {
+    return reduces(unit) && (unit.all_reduce || unit.whole || !replicas());
+  }
+  void set_all_reduce(const std::vector<int>& units, bool all_reduce);
+  void set_last_backward(bool last);
+  void set_manual_finalization(bool manual);
+  void start_finalizing();
+  void finish_finalizing();
+  void set_max_reductions(int number);
+  void set_keep_storage(const std::vector<int>& units, bool keep);
+  void set_post_optim_event(std::function<void()> done);
+  void set_full_precision(bool full);
+  /// Buffers that MixedPrecision has converted, with the dtype they had.
+  void set_buffers(std::vector<std::pair<at::Tensor, c10::ScalarType>> buffers) {
+    buffers_ = std::move(buffers);
+  }
+  void share_frames_with(Engine& other);
+  /// A unit's gradients are complete on this rank: the place for BackwardPrefetch::kBackwardPost.
+  void after_gradients(Unit& unit);
 
   // --- full-parameter scope
   void begin_full_parameters(const FullParametersOptions& options);
   void end_full_parameters(const FullParametersOptions& options);
-  bool in_full_parameters() const {
-    return full_scopes_ > 0;
-  }
 
   void set_ignored(std::vector<std::pair<std::string, at::Tensor>> parameters) {
     ignored_ = std::move(parameters);
@@ -111,14 +128,22 @@ class Engine : public std::enable_shared_from_this<Engine> {
   comm::Communicator& world() const {
     return *options_.mesh.world();
   }
+  /// The same ranks, for gradients: with ShardOptions::separate_reduce_group other groups.
+  comm::Communicator& reduce_group() const {
+    return *reduce_mesh_.axis("shard");
+  }
+  comm::Communicator& reduce_world() const {
+    return *reduce_mesh_.world();
+  }
   /// The ranks that hold the same shard; nullptr where there are no copies.
   comm::Communicator* replicas() const {
-    return options_.mesh.has_axis("replicate") && options_.mesh.axis("replicate")->size() > 1
-               ? options_.mesh.axis("replicate").get()
+    return reduce_mesh_.has_axis("replicate") && reduce_mesh_.axis("replicate")->size() > 1
+               ? reduce_mesh_.axis("replicate").get()
                : nullptr;
   }
+  std::int64_t max_reduce_buffers() const;
   bool casts_inputs() const {
-    return options_.mixed_precision.param_dtype && options_.mixed_precision.cast_forward_inputs;
+    return casts_inputs_;
   }
   double divide_factor() const {
     return options_.gradient_divide_factor.value_or(world().size());
@@ -148,14 +173,24 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   Pass current_pass() const;
   void drop_failed_backward();
+  void end_step();
   /// Whether the backward begins with this call.
   bool begin_backward_if_needed();
   void end_backward();
-  void open_full(FlatParameter& flat, bool only_help);
+  std::vector<int> scope_of(const FullParametersOptions& options) const;
+  void open(Unit& unit, const FullParametersOptions& options);
+  void close(Unit& unit, const FullParametersOptions& options);
+  void open_full(FlatParameter& flat, bool only_help, bool on_cpu);
   void close_full(FlatParameter& flat);
+  void check_same_gradients(const std::vector<int>& units);
+  void open_gradients(FlatParameter& flat, bool only_help, bool on_cpu);
+  void close_gradients(FlatParameter& flat, bool writeback);
+  void await_optimizer();
+  void reshard_all();
   void visit(Unit& unit);
   void check_not_unfrozen(const Unit& unit) const;
   void prefetch();
+  bool prefetches_after() const;
   void fetch_ahead();
   /// Whether a unit that is gathered now stays until the end of backward.
   bool keeps(const Unit& unit) const;
@@ -163,6 +198,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void event(std::string_view what, const Unit& unit);
 
   ShardOptions options_;
+  comm::Mesh reduce_mesh_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<GradientReducer> reducer_;
 
@@ -175,8 +211,16 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool armed_ = false; ///< A backward has begun and its end is queued.
   std::weak_ptr<int> backward_; ///< Held by the queued end; gone when it ran or when backward failed.
   std::thread::id backward_thread_;
+  bool casts_inputs_ = false;
+  bool full_precision_ = false;
+  std::vector<std::pair<at::Tensor, c10::ScalarType>> buffers_;
+  std::atomic<bool> has_post_optim_event_{false};
+  std::function<void()> post_optim_event_;
   int full_scopes_ = 0;
   int no_sync_scopes_ = 0;
+  bool last_backward_ = true; ///< Whether the end of the next backward waits for its gradients.
+  bool manual_ = false; ///< finish_finalizing() ends backward.
+  bool unfinished_ = false; ///< That is due.
   bool warned_of_width_ = false;
   ShardStats stats_;
   WaitMeter meter_{Clock::real()};

@@ -11,11 +11,12 @@ void Engine::check_write(const FlatParameter& flat, const at::Tensor& written, c
   const std::lock_guard lock(mutex_);
   const bool changes_storage = op == "aten::set_" || op == "aten::resize_" || op == "aten::resize_as_";
   TORCH_CHECK_VALUE(
-      full_scopes_ > 0 && !changes_storage, "[", op, "] ", describe(flat, written),
+      flat.unit->in_scope && !changes_storage, "[", op, "] ", describe(flat, written),
       changes_storage
           ? " is sharded and cannot be given other storage or another size; copy values into it with copy_() inside "
             "a ShardedModel::full_parameters() scope"
-          : " is sharded and was written to outside a ShardedModel::full_parameters() scope; open one (changes "
+          : " is sharded and was written to outside a ShardedModel::full_parameters() scope of its unit; open one "
+            "(changes "
             "then go to the shards), or, for an optimizer, build it on the ShardedModel's parameters()");
 }
 
@@ -42,7 +43,7 @@ void Engine::before_shard_write(FlatParameter& flat) {
     return;
   }
   TORCH_CHECK_VALUE(
-      full_scopes_ == 0, "[fully_shard] a shard of unit '", unit.name,
+      !unit.in_scope, "[fully_shard] a shard of unit '", unit.name,
       "' was written to (by an optimizer step?) inside a full_parameters() scope, whose end would undo it; step after "
       "the scope");
   resident_.release_gathers();

@@ -1,4 +1,5 @@
 #include "engine.h"
+#include "gradients.h"
 
 #include <torch/torch.h>
 
@@ -24,6 +25,7 @@ std::vector<int> Engine::find_units(std::string_view function, const std::vector
 }
 
 void Engine::unshard(const std::vector<int>& units) {
+  await_optimizer();
   const std::lock_guard lock(mutex_);
   drop_failed_backward();
   for (const int index : units) {
@@ -51,8 +53,7 @@ void Engine::reshard(const std::vector<int>& units) {
     TORCH_CHECK_VALUE(
         unit.pins == 0, "[reshard] unit '", unit.name, "' is in use by a running operator; reshard it after that");
     TORCH_CHECK_VALUE(
-        full_scopes_ == 0, "[reshard] unit '", unit.name,
-        "' is whole inside a full_parameters() scope; close it first");
+        !unit.in_scope, "[reshard] unit '", unit.name, "' is whole inside a full_parameters() scope; close it first");
     if (unit.frame) {
       resident_.reshard(unit);
       if (current_ == &unit) {
@@ -95,9 +96,13 @@ void Engine::set_optimizer_in_backward(std::function<void(const std::string& nam
 
 void Engine::drop_unsynced() {
   const std::lock_guard lock(mutex_);
+  if (!armed_) {
+    reducer_->drop_postponed();
+  }
   for (auto& unit : units_) {
     for (auto& flat : unit->flats) {
       flat->unsynced = at::Tensor();
+      flat->partial = at::Tensor();
       for (auto& member : flat->members) {
         member.unsynced = false;
       }

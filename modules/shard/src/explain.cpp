@@ -71,7 +71,7 @@ std::string ShardedModel::explain() const {
   const Unit* largest_unit = nullptr;
   for (const auto& unit : engine.units()) {
     total += unit->bytes;
-    buffers = std::max(buffers, 2 * unit->reduce_bytes);
+    buffers = std::max(buffers, engine.max_reduce_buffers() * unit->reduce_bytes);
     if (unit->bytes > largest) {
       largest = unit->bytes;
       largest_unit = unit.get();

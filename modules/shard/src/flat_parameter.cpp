@@ -2,6 +2,7 @@
 
 #include "dispatch.h"
 #include "offload.h"
+#include "resident_set.h"
 #include "unit.h"
 
 #include <torch/torch.h>
@@ -112,6 +113,17 @@ void FlatParameter::take_over(int rank, bool in_place) {
       member.sentinel = make_sentinel(member, *this);
     }
   }
+  point_parameters_at(storage, dtype);
+}
+
+void FlatParameter::compute_in(c10::ScalarType as) {
+  storage->empty(
+      "[set_full_precision] the precision of unit '" + unit->name +
+      "' was switched between a forward and its backward; switch it after the backward");
+  dtype = as;
+  storage = c10::make_intrusive<PagedStorage>(owner, PageKind::kUnsharded, padded_bytes(), device);
+  storage->empty(no_data_message(*this));
+  flat = tensor_on(c10::Storage(storage), /*paged=*/false, dtype, 0, {padded_numel});
   point_parameters_at(storage, dtype);
 }
 

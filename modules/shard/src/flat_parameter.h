@@ -57,6 +57,7 @@ inline constexpr std::int64_t kAlignment = 16;
 struct FlatParameter {
   Unit* unit = nullptr;
   c10::ScalarType dtype = c10::ScalarType::Float; ///< As operators see it and as it is gathered.
+  c10::ScalarType param_dtype = c10::ScalarType::Float; ///< That of `dtype` but where full precision is switched on.
   c10::ScalarType master_dtype = c10::ScalarType::Float; ///< Of the shards.
   c10::ScalarType reduce_dtype = c10::ScalarType::Float;
   c10::ScalarType grad_dtype = c10::ScalarType::Float; ///< Of gradients on the shards.
@@ -75,9 +76,13 @@ struct FlatParameter {
   at::Tensor shard; ///< [shard_numel], without the key; the leaves are on the same bytes. With kNoShard the whole.
   at::Tensor flat_grad; ///< [shard_numel]; the members' grads are views of it. Undefined until the first backward.
   at::Tensor unsynced; ///< [padded_numel] in reduce_dtype: gradients of backwards that were not reduced.
-  /// Inside a full-parameter scope. [padded_numel] in master_dtype: the values of a mixed-precision model; of a unit that
-  /// is in place, those to go back to.
-  at::Tensor full;
+  at::Tensor
+      partial; ///< [shard_numel] in reduce_dtype: sums over the shard axis, not yet over the copies of the shard.
+  bool collected = false; ///< flat_grad has reduced gradients that the members do not show yet.
+  // Inside a full-parameter scope.
+  at::Tensor full; ///< [padded_numel] in master_dtype: the values, where the unit's frame does not hold them.
+  at::Tensor full_grad; ///< [padded_numel]; the parameters' grads are views of it.
+  at::Tensor saved; ///< Of a unit in place: the values to go back to.
   at::Tensor near_slice; ///< Between forward and backward, with an integer reshard_after_forward: 1/n of the whole.
 
   bool is_mixed() const {
@@ -106,6 +111,9 @@ struct FlatParameter {
   /// Puts the paged storage under the model's parameters, whose bytes go, and makes the leaves. `in_place`: the shard is
   /// the whole and the model's parameters are on it (kNoShard).
   void take_over(int rank, bool in_place);
+
+  /// Other bytes, in another dtype, under the model's parameters. What autograd has saved of the old ones cannot be used.
+  void compute_in(c10::ScalarType as);
 
   /// Puts the model's parameters on `storage`, at the members' offsets, in `as`.
   void point_parameters_at(const c10::intrusive_ptr<PagedStorage>& other, c10::ScalarType as);

@@ -47,6 +47,16 @@ Frame FramePool::take_kept(std::int64_t bytes) {
   return Frame{allocate(bytes, device_), /*extra=*/true, /*kept=*/true};
 }
 
+void FramePool::refit(int capacity, std::int64_t frame_bytes) {
+  capacity_ = capacity;
+  if (frame_bytes != frame_bytes_) {
+    frame_bytes_ = frame_bytes;
+    made_ -= static_cast<int>(free_.size());
+    free_.clear();
+    parked_.clear();
+  }
+}
+
 void FramePool::lose(Frame& frame) {
   made_ -= !frame.extra;
   frame.lost = true;
@@ -64,7 +74,9 @@ void FramePool::give_back(Frame frame) {
     }
   }
 #endif
-  if (!frame.extra) {
+  if (!frame.extra && frame.memory.numel() != frame_bytes_) {
+    --made_;
+  } else if (!frame.extra) {
     free_.push_back(std::move(frame));
   } else if (frame.kept) {
     parked_.push_back(std::move(frame));

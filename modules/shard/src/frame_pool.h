@@ -30,6 +30,8 @@ class FramePool {
   /// As take_extra(), for units that are kept in every step: reuses one of the same size.
   Frame take_kept(std::int64_t bytes);
   void give_back(Frame frame);
+  /// From here on so many frames of this size. Those that are out are dropped when they come back, if they do not fit.
+  void refit(int capacity, std::int64_t frame_bytes);
   /// `frame` will not be reused: something may still write into it.
   void lose(Frame& frame);
 

@@ -7,6 +7,7 @@
 #include "ebb/comm/init.h"
 #include "ebb/shard/deferred_init.h"
 #include "engine.h"
+#include "make_units.h"
 #include "module_tree.h"
 #include "offload.h"
 #include "recording.h"
@@ -19,101 +20,29 @@
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
-#include <map>
 #include <unordered_map>
 
 namespace ebb::shard {
 namespace {
 
-bool is_zero2(Strategy strategy) {
-  return strategy == Strategy::kShardGradOp || strategy == Strategy::kHybridShardZero2;
-}
-
-// What this unit does, from the options of all and its own. Collective where an integer reshard_after_forward needs a
-// group.
-void settle(Unit& unit, const UnitPlan& plan, const ShardOptions& options) {
-  const auto own = options.unit_options ? options.unit_options(plan.info) : UnitOptions{};
-  unit.whole = !own.shard.value_or(options.strategy != Strategy::kNoShard);
-  unit.group = unit.whole ? comm::single() : options.mesh.axis("shard");
-  const auto reshard = own.reshard_after_forward.value_or(!is_zero2(options.strategy));
-  unit.reshard_after_forward = true;
-  if (const auto* yes = std::get_if<bool>(&reshard)) {
-    unit.reshard_after_forward = *yes;
-    return;
-  }
-  const int ranks = std::get<int>(reshard);
-  const int size = unit.group->size();
-  TORCH_CHECK_VALUE(
-      ranks >= 1 && size % ranks == 0, "[fully_shard] expected reshard_after_forward of unit '", unit.name,
-      "' to divide the ", size, " ranks of the shard axis, got ", ranks);
-  if (ranks == 1) {
-    unit.reshard_after_forward = false;
-  } else if (ranks < size) {
-    unit.near_group = options.mesh.shard_neighbours(ranks);
-  }
-}
-
-// One unit from its plan: its parameters grouped by dtype and by whether they train, one flat parameter each.
-std::unique_ptr<Unit> make_unit(
-    const UnitPlan& plan, int index, const ShardOptions& options, const std::shared_ptr<Tier>& tier) {
-  auto unit = std::make_unique<Unit>();
-  unit->index = index;
-  unit->name = plan.name;
-  settle(*unit, plan, options);
-  const auto& mixed = options.mixed_precision;
-  const auto device = plan.parameters.front().tensor.device();
-  for (const bool trains : {true, false}) {
-    std::map<std::pair<c10::ScalarType, bool>, std::unique_ptr<FlatParameter>> by_dtype;
-    for (const auto& parameter : plan.parameters) {
-      TORCH_CHECK_VALUE(
-          parameter.tensor.device() == device, "[fully_shard] expected all parameters of unit '", plan.name,
-          "' on one device, got '", plan.parameters.front().names.front(), "' on ", device, " and '",
-          parameter.names.front(), "' on ", parameter.tensor.device(), "; move the model to one device first");
-      if (parameter.tensor.requires_grad() != trains) {
-        continue;
+void move_buffers(const ModuleTree& tree, const ShardOptions& options) {
+  const auto ignored = covered_nodes(tree, options.ignored);
+  for (std::size_t i = 0; i < tree.nodes.size() && options.device; ++i) {
+    for (auto [name, buffer] : tree.nodes[i].buffers) {
+      if (buffer.defined() && !ignored[i] && buffer.device() != *options.device) {
+        buffer.set_data(buffer.to(*options.device));
       }
-      const auto master = parameter.tensor.scalar_type();
-      const bool converts = c10::isFloatingType(master) && !parameter.keep_full;
-      auto& flat = by_dtype[{master, converts}];
-      if (!flat) {
-        flat = std::make_unique<FlatParameter>();
-        flat->unit = unit.get();
-        flat->master_dtype = master;
-        flat->dtype = converts ? mixed.param_dtype.value_or(master) : master;
-        flat->reduce_dtype = converts ? mixed.reduce_dtype.value_or(master) : master;
-        flat->grad_dtype = mixed.keep_low_precision_grads ? flat->reduce_dtype : master;
-        flat->device = device;
-        flat->tier = tier;
-        flat->requires_grad = trains;
-      }
-      Member member;
-      member.name = parameter.names.front();
-      member.tied_names.assign(parameter.names.begin() + 1, parameter.names.end());
-      member.parameter = parameter.tensor;
-      member.take_shape(parameter.tensor);
-      flat->members.push_back(std::move(member));
-    }
-    for (auto& [key, flat] : by_dtype) {
-      flat->lay_out(unit->group->rank(), unit->group->size());
-      flat->frame_offset = unit->bytes;
-      unit->bytes += (flat->padded_bytes() + 63) / 64 * 64;
-      if (flat->requires_grad) {
-        flat->reduce_offset = unit->reduce_bytes;
-        unit->reduce_bytes += (flat->reduce_bytes() + 63) / 64 * 64;
-      }
-      unit->flats.push_back(std::move(flat));
     }
   }
-  unit->in_place = unit->whole && !tier && std::none_of(unit->flats.begin(), unit->flats.end(), [](const auto& flat) {
-                     return flat->is_mixed();
-                   });
-  return unit;
 }
 
-void convert_buffers(const ModuleTree& tree, const ShardOptions& options) {
+// Returns those that it has converted, with the dtypes that they had.
+std::vector<std::pair<at::Tensor, c10::ScalarType>> convert_buffers(
+    const ModuleTree& tree, const ShardOptions& options) {
   const auto& mixed = options.mixed_precision;
+  std::vector<std::pair<at::Tensor, c10::ScalarType>> converted;
   if (!mixed.buffer_dtype) {
-    return;
+    return converted;
   }
   const auto ignored = covered_nodes(tree, options.ignored);
   for (std::size_t i = 0; i < tree.nodes.size(); ++i) {
@@ -124,10 +53,27 @@ void convert_buffers(const ModuleTree& tree, const ShardOptions& options) {
     }
     for (auto [name, buffer] : node.buffers) {
       if (buffer.defined() && buffer.is_floating_point()) {
+        converted.emplace_back(buffer, buffer.scalar_type());
         buffer.set_data(buffer.to(*mixed.buffer_dtype));
       }
     }
   }
+  return converted;
+}
+
+// With its index, and known to be there.
+c10::Device existing(c10::Device device) {
+  std::string reason = "it holds no values";
+  try {
+    if (!device.is_meta()) {
+      return at::empty({1}, at::TensorOptions().device(device)).device();
+    }
+  } catch (const c10::Error& error) {
+    reason = message_of(error);
+  }
+  TORCH_CHECK_VALUE(
+      false, "[fully_shard] expected a device that this process can use, got ShardOptions::device ", device, ": ",
+      reason.substr(0, reason.find('\n')));
 }
 
 std::string dtypes_of(const MixedPrecision& mixed) {
@@ -142,6 +88,9 @@ std::string names_of(const std::vector<UnitPlan>& plans) {
   std::string text;
   for (const auto& plan : plans) {
     text += c10::str(" ", plan.name, " of ", plan.parameters.size());
+    for (const auto& parameter : plan.parameters) {
+      text += parameter.compute_dtype ? c10::str(" ", *parameter.compute_dtype) : "";
+    }
   }
   return text;
 }
@@ -165,7 +114,7 @@ void check_options(const ShardOptions& options) {
        {options.mixed_precision.param_dtype, options.mixed_precision.reduce_dtype, options.mixed_precision.buffer_dtype,
         options.mixed_precision.output_dtype}) {
     TORCH_CHECK_VALUE(
-        !dtype || *dtype == at::kFloat || *dtype == at::kBFloat16 || *dtype == at::kHalf || *dtype == at::kDouble,
+        !dtype || can_compute_in(*dtype),
         "[fully_shard] expected dtypes of mixed_precision among float32, bfloat16, float16 and float64, got ", *dtype);
   }
 }
@@ -174,7 +123,9 @@ std::string settings_of(const ShardOptions& options) {
   return c10::str(
       "strategy ", name_of(options.strategy), ", frames ", options.frames, ", prefetch ", options.prefetch,
       ", sync_module_states ", options.sync_module_states, ", check_order ", options.check_order, ", divide factor ",
-      options.gradient_divide_factor.value_or(0), ", dtypes", dtypes_of(options.mixed_precision));
+      options.gradient_divide_factor.value_or(0), ", backward_prefetch ", static_cast<int>(options.backward_prefetch),
+      ", separate_reduce_group ", options.separate_reduce_group, ", comm_hook ", options.comm_hook ? "given" : "none",
+      ", gather_hook ", options.gather_hook ? "given" : "none", ", dtypes", dtypes_of(options.mixed_precision));
 }
 
 // Every rank draws rank 0's random numbers: what broadcast_from_rank0() is to a model that has its values.
@@ -220,6 +171,9 @@ void fill_from(Recording& recording, const std::vector<std::unique_ptr<Unit>>& u
 template <class Model>
 ShardedModel shard(Model& model, ShardOptions options, Recording* recording = nullptr) {
   check_options(options);
+  if (options.device) {
+    options.device = existing(*options.device);
+  }
   const auto tree = ModuleTree::of(model);
   for (const auto& node : tree.nodes) {
     for (const auto& [name, tensor] : node.parameters) {
@@ -230,8 +184,9 @@ ShardedModel shard(Model& model, ShardOptions options, Recording* recording = nu
     }
   }
   const auto ignored = ignored_parameters(tree, options.ignored, options.ignored_parameters);
-  const auto plans =
+  auto plans =
       plan_units(tree, options.wrap, options.mixed_precision.keep_full, ignored, /*deferred=*/recording || is_dry());
+  override_dtypes(plans, options.mixed_precision);
   auto settings = settings_of(options);
   if (recording) {
     settings += ", deferred_init() of " + recording->summary();
@@ -250,13 +205,12 @@ ShardedModel shard(Model& model, ShardOptions options, Recording* recording = nu
     broadcast_from_rank0(tree, *options.mesh.world());
   }
   install_fallback();
-  if (tree.script && plans.front().parameters.front().tensor.device().type() != c10::kCPU) {
+  const auto device = options.device.value_or(plans.front().parameters.front().tensor.device());
+  if (tree.script && !device.is_cpu()) {
     // The fuser reads parameters by pointer, past the dispatcher.
     torch::jit::setTensorExprFuserEnabled(false);
   }
-  const auto tier = options.offload
-                        ? std::make_shared<Tier>(*options.offload, plans.front().parameters.front().tensor.device())
-                        : nullptr;
+  const auto tier = options.offload ? std::make_shared<Tier>(*options.offload, device) : nullptr;
   std::vector<std::unique_ptr<Unit>> units;
   for (const auto& plan : plans) {
     units.push_back(make_unit(plan, static_cast<int>(units.size()), options, tier));
@@ -265,9 +219,11 @@ ShardedModel shard(Model& model, ShardOptions options, Recording* recording = nu
     fill_from(*recording, units);
     check_aliases(tree, plans);
   }
-  convert_buffers(tree, options);
+  move_buffers(tree, options);
+  auto buffers = convert_buffers(tree, options);
   auto engine = std::make_shared<Engine>(std::move(options), std::move(units));
   engine->set_ignored(ignored);
+  engine->set_buffers(std::move(buffers));
   engine->take_over();
   ShardedModel sharded(std::move(engine));
   log::debug("{}", sharded.explain());

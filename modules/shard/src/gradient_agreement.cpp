@@ -10,24 +10,28 @@
 
 namespace ebb::shard {
 
-void GradientReducer::finish() {
+// autograd::grad(), or backward(inputs) that ends elsewhere: no parameter accumulates on any rank.
+bool GradientReducer::accumulates_nothing() const {
   const auto* only_some = torch::autograd::get_current_graph_task_exec_info();
-  if (only_some && !only_some->empty() && ready_order_.empty() && next_ == 0 && !again_) {
-    // autograd::grad(), or backward(inputs) that ends elsewhere: no parameter accumulates on any rank.
-    bool any = false;
-    for (const auto& unit : engine_.units()) {
-      any = any || unit->num_ready > 0;
-    }
-    if (!any) {
-      return;
-    }
+  return only_some && !only_some->empty() && ready_order_.empty() && next_ == 0 && !again_ &&
+         !any_unit([](const Unit& unit) { return unit.num_ready > 0; });
+}
+
+void GradientReducer::start_rest() {
+  for (; next_ < order_.size(); ++next_) {
+    reduce(*engine_.units()[order_[next_]]);
   }
+}
+
+void GradientReducer::finish() {
+  if (accumulates_nothing()) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
   for (bool more = true; more;) {
-    for (; next_ < order_.size(); ++next_) {
-      reduce(*engine_.units()[order_[next_]]);
-    }
+    start_rest();
     collect_all();
-    if (any_reduces()) {
+    if (any_unit([this](const Unit& unit) { return engine_.reduces(unit); })) {
       const auto votes = vote(again_);
       show_gradients(votes);
       more = votes[num_members_].item<float>() > 0;
@@ -48,9 +52,41 @@ void GradientReducer::finish() {
   clear_round();
 }
 
-bool GradientReducer::any_reduces() const {
-  return std::any_of(
-      order_.begin(), order_.end(), [this](int index) { return engine_.reduces(*engine_.units()[index]); });
+void GradientReducer::postpone() {
+  if (accumulates_nothing()) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  start_rest();
+  for (const auto& unit : engine_.units()) {
+    for (auto& flat : unit->flats) {
+      for (auto& member : flat->members) {
+        member.unsynced = member.unsynced || member.used;
+        if (member.pending.defined()) { // came after its unit was reduced: goes along with the next reduction
+          if (!flat->unsynced.defined()) {
+            flat->unsynced =
+                at::zeros({flat->padded_numel}, at::TensorOptions(flat->reduce_dtype).device(flat->device));
+          }
+          member.in_shape(flat->unsynced).add_(member.pending);
+        }
+      }
+    }
+  }
+  clear_round();
+}
+
+void GradientReducer::drop_postponed() {
+  collect_all();
+  for (const auto& unit : engine_.units()) {
+    for (auto& flat : unit->flats) {
+      flat->collected = false;
+    }
+  }
+}
+
+template <class Predicate>
+bool GradientReducer::any_unit(Predicate predicate) const {
+  return std::any_of(order_.begin(), order_.end(), [&](int index) { return predicate(*engine_.units()[index]); });
 }
 
 // Which members got a gradient on any rank; then, whether any rank needs another round, and whether rank 0 saw the units
@@ -64,20 +100,23 @@ at::Tensor GradientReducer::vote(bool again) {
     for (const auto& flat : unit->flats) {
       if (flat->requires_grad) {
         for (const auto& member : flat->members) {
-          vote[i++] = engine_.reduces(*unit) && (member.used || member.unsynced);
+          vote[i++] = engine_.publishes(*unit) && (member.used || member.unsynced);
         }
       }
     }
   }
   vote[num_members_] = again;
   const bool whole = ready_order_.size() == order_.size();
-  vote[num_members_ + 1] = engine_.world().rank() == 0 && whole && ready_order_ != order_;
+  // Where nothing leaves the shard axis, neither does the vote; the order is for all ranks to change together.
+  const bool everywhere = any_unit([this](const Unit& unit) { return engine_.publishes(unit); });
+  auto& ranks = everywhere ? engine_.reduce_world() : engine_.reduce_group();
+  vote[num_members_ + 1] = everywhere && ranks.rank() == 0 && whole && ready_order_ != order_;
   auto votes = at::from_blob(
       vote.data(), {static_cast<std::int64_t>(vote.size())}, [memory](void*) {}, at::TensorOptions(at::kFloat));
-  if (engine_.world().size() > 1) {
+  if (ranks.size() > 1) {
     const auto device = engine_.units().front()->flats.front()->device;
     auto on_device = votes.to(device);
-    engine_.world().all_reduce(on_device, comm::ReduceOp::kMax, 1, "(which gradients exist)")->wait();
+    ranks.all_reduce(on_device, comm::ReduceOp::kMax, 1, "(which gradients exist)")->wait();
     votes = on_device.cpu();
   }
   return votes;
@@ -91,9 +130,10 @@ void GradientReducer::show_gradients(const at::Tensor& votes) {
       if (!flat->requires_grad) {
         continue;
       }
+      flat->collected = flat->collected && !engine_.publishes(*unit);
       for (auto& member : flat->members) {
         const bool used_somewhere = vote[i++] > 0;
-        member.unsynced = member.unsynced && !engine_.reduces(*unit);
+        member.unsynced = (member.unsynced || (member.used && engine_.reduces(*unit))) && !engine_.publishes(*unit);
         if (used_somewhere && !engine_.optimizer_in_backward_) {
           show_gradient(*flat, member);
         }
@@ -116,7 +156,8 @@ void GradientReducer::agree_on_order() {
   for (const int index : ready_order_) {
     mine << index << ' ';
   }
-  std::istringstream rank0(engine_.world().size() > 1 ? engine_.world().exchange(mine.str()).front() : mine.str());
+  auto& ranks = engine_.reduce_world();
+  std::istringstream rank0(ranks.size() > 1 ? ranks.exchange(mine.str()).front() : mine.str());
   order_.clear();
   for (int index = 0; rank0 >> index;) {
     order_.push_back(index);

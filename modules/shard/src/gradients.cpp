@@ -10,18 +10,6 @@
 #include <utility>
 
 namespace ebb::shard {
-namespace {
-
-// Whether a gradient of an earlier backward is to be added to.
-bool accumulates(const FlatParameter& flat) {
-  return std::any_of(
-      flat.members.begin(), flat.members.end(), [](const Member& member) { return member.leaf.grad().defined(); });
-}
-
-// One reduction is filled while another is under way.
-constexpr std::int64_t kMaxBuffers = 2;
-
-} // namespace
 
 GradientReducer::GradientReducer(Engine& engine) : engine_(engine) {
   int root = -1;
@@ -55,9 +43,9 @@ at::Tensor GradientReducer::slot(const Unit& unit, const FlatParameter& flat) co
 }
 
 at::Tensor GradientReducer::take_buffer() {
-  if (free_buffers_.empty() && num_buffers_ >= kMaxBuffers) {
+  if (free_buffers_.empty() && num_buffers_ >= static_cast<std::int64_t>(max_buffers())) {
     while (releasing_.empty() && !in_flight_.empty()) {
-      move_on();
+      max_in_flight_ == 1 ? move_on() : move_oldest_on();
     }
     if (!releasing_.empty()) {
       for (auto& work : releasing_.front().works) {
@@ -80,12 +68,12 @@ at::Tensor GradientReducer::take_buffer() {
 }
 
 void GradientReducer::drop_hidden_gradients() {
-  if (engine_.tier()) {
-    return; // they are not where activations go
+  if (engine_.tier() || !in_flight_.empty()) {
+    return; // they are not where activations go; or a reduction that goes on ends in them
   }
   for (const auto& unit : engine_.units()) {
     for (auto& flat : unit->flats) {
-      if (flat->flat_grad.defined() && flat->flat_grad.storage().use_count() == 1) {
+      if (!flat->collected && flat->flat_grad.defined() && flat->flat_grad.storage().use_count() == 1) {
         flat->flat_grad = at::Tensor();
       }
     }
@@ -128,6 +116,7 @@ void GradientReducer::on_gradient(Unit& unit, FlatParameter& flat, Member& membe
   }
   if (complete(unit)) {
     ready_order_.push_back(unit.index);
+    engine_.after_gradients(unit);
     start_ready();
   }
 }
@@ -187,8 +176,7 @@ void GradientReducer::reduce(Unit& unit) {
   } else {
     keep_local(unit);
   }
-  if (!unit.reshard_after_forward && unit.reshard_after_backward && unit.frame && unit.pins == 0 &&
-      !engine_.in_full_parameters()) {
+  if (!unit.reshard_after_forward && unit.reshard_after_backward && unit.frame && unit.pins == 0 && !unit.in_scope) {
     engine_.resident_.reshard(unit);
   }
 }
@@ -219,10 +207,11 @@ void GradientReducer::start(Unit& unit) {
   engine_.event("reduce", unit);
   log::debug("reduce unit '{}' {} bytes", unit.name, unit.reduce_bytes);
   ++engine_.stats_.reduces;
-  move_on();
+  make_room(unit);
 
   InFlight reduction;
   reduction.unit = &unit;
+  reduction.publishes = engine_.publishes(unit);
   for (auto& flat : unit.flats) {
     if (!flat->requires_grad) {
       continue;
@@ -234,7 +223,8 @@ void GradientReducer::start(Unit& unit) {
     }
     const bool adds = accumulates(*flat);
     const bool shared = flat->flat_grad.defined() && flat->flat_grad.storage().use_count() > 1 && !adds;
-    if (!flat->flat_grad.defined() || shared) { // a user kept the last step's gradients: they stay theirs
+    if (reduction.publishes &&
+        (!flat->flat_grad.defined() || shared)) { // a user kept the last step's gradients: they stay theirs
       flat->flat_grad = adds || flat->tier
                             ? flat->zeros(flat->grad_dtype)
                             : at::empty({flat->shard_numel}, flat->shard.options().dtype(flat->grad_dtype));
@@ -244,7 +234,7 @@ void GradientReducer::start(Unit& unit) {
     }
     at::Tensor output = input;
     if (!unit.whole) {
-      output = adds || flat->tier || flat->grad_dtype != flat->reduce_dtype
+      output = !reduction.publishes || adds || flat->tier || flat->grad_dtype != flat->reduce_dtype
                    ? at::empty({flat->shard_numel}, input.options())
                    : flat->flat_grad;
     }
@@ -254,7 +244,7 @@ void GradientReducer::start(Unit& unit) {
       }
       reduction.works.push_back(nullptr);
     } else {
-      auto& ranks = unit.whole ? engine_.world() : *unit.group;
+      auto& ranks = unit.whole ? engine_.reduce_world() : engine_.reduce_group();
       const GradientReduction request{
           unit.name, input, output, ranks, unit.whole ? engine_.divide_factor() : inner_divisor(*flat), unit.whole};
       const auto& hook = engine_.options().comm_hook;
@@ -273,115 +263,6 @@ double GradientReducer::inner_divisor(const FlatParameter& flat) const {
     return engine_.divide_factor();
   }
   return c10::elementSize(flat.reduce_dtype) < 4 ? engine_.group().size() : 1.0;
-}
-
-// Lets what is under way go one stage further: from the reduce-scatter to the all-reduce between copies, from the last
-// stage to the shards.
-void GradientReducer::move_on() {
-  std::deque<InFlight> still;
-  while (!in_flight_.empty()) {
-    auto reduction = std::move(in_flight_.front());
-    in_flight_.pop_front();
-    if (start_replica_stage(reduction)) {
-      still.push_back(std::move(reduction));
-    } else {
-      collect(reduction);
-      releasing_.push_back(std::move(reduction));
-    }
-  }
-  in_flight_ = std::move(still);
-}
-
-bool GradientReducer::start_replica_stage(InFlight& reduction) {
-  if (!engine_.replicas() || reduction.unit->whole || !reduction.replica_works.empty()) {
-    return false;
-  }
-  std::size_t i = 0;
-  for (auto& flat : reduction.unit->flats) {
-    if (!flat->requires_grad) {
-      continue;
-    }
-    if (reduction.works[i]) {
-      reduction.works[i]->wait();
-    }
-    reduction.replica_works.push_back(engine_.meter_.measure(engine_.replicas()->all_reduce(
-        reduction.outputs[i], comm::ReduceOp::kSum, engine_.divide_factor() / inner_divisor(*flat),
-        reduction.unit->name)));
-    ++i;
-  }
-  ++engine_.stats_.all_reduces;
-  engine_.event("all_reduce", *reduction.unit);
-  return true;
-}
-
-void GradientReducer::collect(InFlight& reduction) {
-  const at::NoGradGuard no_grad;
-  const auto& works = reduction.replica_works.empty() ? reduction.works : reduction.replica_works;
-  std::size_t i = 0;
-  for (auto& flat : reduction.unit->flats) {
-    if (!flat->requires_grad) {
-      continue;
-    }
-    if (works[i]) {
-      works[i]->wait();
-    }
-    auto output = std::exchange(reduction.outputs[i], at::Tensor());
-    ++i;
-    if (engine_.options().gradient_hook) {
-      engine_.options().gradient_hook(reduction.unit->name, output);
-    }
-    if (output.is_same(flat->flat_grad)) {
-      continue;
-    }
-    if (flat->tier && !accumulates(*flat)) {
-      engine_.stage_.store(flat->flat_grad, output);
-      continue;
-    }
-    output = output.to(flat->flat_grad.device());
-    for (auto& member : flat->members) {
-      const auto part = output.narrow(0, member.leaf.storage_offset(), member.leaf.numel());
-      if (member.leaf.grad().defined()) {
-        member.leaf.mutable_grad().add_(part);
-      } else {
-        flat->flat_grad.narrow(0, member.leaf.storage_offset(), member.leaf.numel()).copy_(part);
-      }
-    }
-  }
-  if (reduction.unit->whole) {
-    engine_.stage_.finish_stores(); // their source, the reduce buffer, is filled again
-  }
-  step_in_backward(*reduction.unit);
-}
-
-void GradientReducer::step_in_backward(Unit& unit) {
-  if (!engine_.optimizer_in_backward_) {
-    return;
-  }
-  engine_.stage_.finish_stores();
-  for (auto& flat : unit.flats) {
-    if (!flat->requires_grad) {
-      continue;
-    }
-    for (auto& member : flat->members) {
-      show_gradient(*flat, member);
-      engine_.optimizer_in_backward_(member.name, member.leaf);
-    }
-  }
-}
-
-void GradientReducer::collect_all() {
-  while (!in_flight_.empty()) {
-    move_on();
-  }
-  for (; !releasing_.empty(); releasing_.pop_front()) {
-    for (auto& work : releasing_.front().works) {
-      if (work) {
-        work->release();
-      }
-    }
-    free_buffers_.push_back(std::move(releasing_.front().buffer));
-  }
-  engine_.stage_.finish_stores();
 }
 
 } // namespace ebb::shard

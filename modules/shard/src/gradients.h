@@ -33,11 +33,25 @@ class GradientReducer {
   void on_gradient(Unit& unit, FlatParameter& flat, Member& member);
   /// Frees the gradients that zero_grad() has taken from the leaves, so that activations can have their memory.
   void drop_hidden_gradients();
-  /// The end of backward: reduces what is left, waits, and shows the gradients to optimizers.
+  /// The end of the step's last backward: reduces what is left, waits, and shows the gradients to optimizers.
   void finish();
+  /// The end of another backward: starts to reduce what is left. finish() waits for it and shows the sums.
+  void postpone();
+  /// Starts the reductions of units whose turn has not come; those without a gradient here take part with zeros.
+  void start_rest();
+  /// Between backwards: forgets gradients that were reduced and not shown.
+  void drop_postponed();
   /// After a failed backward: forgets it.
   void abandon();
 
+  /// How many reductions are under way while the next is filled; at least 1.
+  void set_max_in_flight(std::size_t number) {
+    max_in_flight_ = number;
+  }
+  /// Of reduce buffers.
+  std::size_t max_buffers() const {
+    return max_in_flight_ + 1;
+  }
   /// Bytes of reduce buffers made so far.
   std::int64_t buffer_bytes() const {
     return num_buffers_ * buffer_bytes_;
@@ -46,12 +60,17 @@ class GradientReducer {
  private:
   struct InFlight {
     Unit* unit = nullptr;
+    bool publishes = true; ///< Ends on the shards' gradients; otherwise in `partial`.
     at::Tensor buffer;
     std::vector<std::unique_ptr<comm::Work>> works; ///< One per trainable flat, as below.
     std::vector<std::unique_ptr<comm::Work>> replica_works; ///< The second stage, where shards have copies.
     std::vector<at::Tensor> outputs; ///< flat_grad itself where nothing is added or converted.
   };
 
+  bool accumulates_nothing() const;
+  /// Whether a gradient of an earlier backward is to be added to: shown by a leaf, or on its way there.
+  static bool accumulates(const FlatParameter& flat);
+  static bool accumulates_on_leaves(const FlatParameter& flat);
   bool complete(const Unit& unit) const {
     return unit.num_ready == unit.num_trainable;
   }
@@ -64,11 +83,14 @@ class GradientReducer {
   void keep_local(Unit& unit);
   void start(Unit& unit);
   double inner_divisor(const FlatParameter& flat) const;
+  void make_room(const Unit& unit);
   void move_on();
+  void move_oldest_on();
   bool start_replica_stage(InFlight& reduction);
   void collect(InFlight& reduction);
   void collect_all();
-  bool any_reduces() const;
+  template <class Predicate>
+  bool any_unit(Predicate predicate) const;
   void show_gradient(FlatParameter& flat, Member& member);
   void step_in_backward(Unit& unit);
   at::Tensor vote(bool again);
@@ -83,6 +105,7 @@ class GradientReducer {
   bool again_ = false; ///< A parameter got a gradient after its unit was reduced.
   std::size_t num_members_ = 0;
 
+  std::size_t max_in_flight_ = 1;
   std::int64_t buffer_bytes_ = 0;
   std::int64_t num_buffers_ = 0;
   std::vector<at::Tensor> free_buffers_;

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -40,6 +41,7 @@ struct UnitPlan {
     std::vector<std::string> names;
     at::Tensor tensor;
     bool keep_full = false; ///< Some module that registers it keeps full precision.
+    std::optional<c10::ScalarType> compute_dtype = {}; ///< As MixedPrecision::param_dtype_override_fn says.
   };
   std::string name;
   ModuleInfo info;

@@ -14,13 +14,12 @@ namespace {
 constexpr std::size_t kMaxUnreleased = 8;
 constexpr std::size_t kMostNames = 6;
 
-FramePool make_frames(const Engine& engine) {
+std::int64_t largest_unit(const Engine& engine) {
   std::int64_t largest = 0;
   for (const auto& unit : engine.units()) {
     largest = std::max(largest, unit->bytes);
   }
-  const auto device = engine.units().empty() ? c10::Device(c10::kCPU) : engine.units().front()->flats.front()->device;
-  return {engine.options().frames + engine.options().prefetch, largest, device};
+  return largest;
 }
 
 } // namespace
@@ -39,7 +38,15 @@ std::string no_data_message(const FlatParameter& flat) {
          "(item(), clone(), ...), or open a scope with ShardedModel::full_parameters() first";
 }
 
-ResidentSet::ResidentSet(Engine& engine) : engine_(engine), frames_(make_frames(engine)) {}
+ResidentSet::ResidentSet(Engine& engine) : engine_(engine), share_(std::make_shared<FrameShare>()) {
+  const auto device = engine.units().empty() ? c10::Device(c10::kCPU) : engine.units().front()->flats.front()->device;
+  share_->pool = FramePool(engine.options().frames + engine.options().prefetch, largest_unit(engine), device);
+  share_->sets = {this};
+}
+
+ResidentSet::~ResidentSet() {
+  leave_share();
+}
 
 void ResidentSet::gather(Unit& unit) {
   start_gather(unit, *frame_for(unit, /*may_exceed=*/true), /*prefetch=*/false);
@@ -56,7 +63,26 @@ bool ResidentSet::prefetch(Unit& unit) {
 
 void ResidentSet::gather_kept(Unit& unit) {
   unit.kept = true;
-  start_gather(unit, frames_.take_extra(unit.bytes), /*prefetch=*/false);
+  start_gather(unit, unit.keep_storage ? own_frame(unit) : share_->pool.take_extra(unit.bytes), /*prefetch=*/false);
+}
+
+void ResidentSet::gather_exactly(Unit& unit) {
+  gathers_exactly_ = true;
+  try {
+    gather_kept(unit);
+  } catch (...) {
+    gathers_exactly_ = false;
+    throw;
+  }
+  gathers_exactly_ = false;
+  finish_gather(unit);
+}
+
+Frame ResidentSet::own_frame(Unit& unit) {
+  if (!unit.own_memory.defined()) {
+    unit.own_memory = share_->pool.take_extra(unit.bytes).memory;
+  }
+  return {unit.own_memory, /*extra=*/true};
 }
 
 void ResidentSet::hold_in_place(Unit& unit) {
@@ -66,31 +92,38 @@ void ResidentSet::hold_in_place(Unit& unit) {
 }
 
 std::optional<Frame> ResidentSet::frame_for(Unit& unit, bool may_exceed) {
+  if (unit.keep_storage) {
+    unit.kept = true;
+    return own_frame(unit);
+  }
   if (engine_.keeps(unit)) {
     unit.kept = true;
-    return frames_.take_kept(unit.bytes);
+    return share_->pool.take_kept(unit.bytes);
   }
-  if (auto frame = frames_.take_if_free()) {
+  if (auto frame = share_->pool.take_if_free()) {
     return frame;
   }
-  if (Unit* evicted = victim(unit, may_exceed ? -1 : engine_.order_.next_use(unit.index))) {
+  if (Unit* evicted = victim(&unit, may_exceed ? -1 : engine_.order_.next_use(unit.index))) {
     ++engine_.stats_.evictions;
     reshard(*evicted);
-    return frames_.take_if_free();
+    return share_->pool.take_if_free();
+  }
+  if (may_exceed && take_from_others()) {
+    return share_->pool.take_if_free();
   }
   if (may_exceed) {
-    return frames_.take_extra(unit.bytes);
+    return share_->pool.take_extra(unit.bytes);
   }
   return std::nullopt;
 }
 
 // The unit whose next use is farthest, then the one used longest ago (Belady's rule as far as the order is known).
-Unit* ResidentSet::victim(const Unit& for_unit, std::int64_t needed_sooner_than) const {
+Unit* ResidentSet::victim(const Unit* for_unit, std::int64_t needed_sooner_than) const {
   Unit* best = nullptr;
   std::int64_t best_next = -1;
   for (const auto& candidate : engine_.units()) {
     if (!candidate->frame || candidate->frame->extra || candidate->kept || candidate->held || candidate->pins > 0 ||
-        candidate.get() == engine_.current_ || candidate.get() == &for_unit) {
+        (for_unit && candidate.get() == engine_.current_) || candidate.get() == for_unit) {
       continue;
     }
     const auto next = engine_.order_.next_use(candidate->index);
@@ -117,16 +150,16 @@ void ResidentSet::start_gather(Unit& unit, Frame frame, bool prefetch) {
   const auto& memory = unit.frame->memory;
   for (auto& flat : unit.flats) {
     flat->storage->fill(memory, flat->frame_offset);
-    // Given as a tensor of its own: a gather that is abandoned keeps the memory until the transport is done with it.
-    auto output = memory.narrow(0, flat->frame_offset, flat->padded_bytes()).view(flat->dtype);
-    if (flat->near_slice.defined()) {
-      unit.gathers.push_back(engine_.meter_.measure(unit.near_group->all_gather(output, flat->near_slice, unit.name)));
-    } else {
-      const at::NoGradGuard no_grad;
-      const auto shard = engine_.stage_.take(*flat);
-      unit.gathers.push_back(engine_.meter_.measure(
-          unit.group->all_gather(output, flat->is_mixed() ? shard.to(flat->dtype) : shard, unit.name)));
-    }
+    const at::NoGradGuard no_grad;
+    const bool near = flat->near_slice.defined();
+    const ParameterGather request{
+        unit.name, near ? flat->near_slice : engine_.stage_.take(*flat),
+        // A tensor of its own: a gather that is abandoned keeps the memory until the transport is done with it.
+        memory.narrow(0, flat->frame_offset, flat->padded_bytes()).view(flat->dtype),
+        near ? *unit.near_group : *unit.group, near};
+    const auto& hook = engine_.options().gather_hook;
+    const bool hooked = hook && !unit.whole && !gathers_exactly_;
+    unit.gathers.push_back(engine_.meter_.measure(hooked ? hook(request) : gather_as_is(request)));
   }
   check_invariant();
 }
@@ -175,7 +208,7 @@ void ResidentSet::reshard(Unit& unit) {
   unit.kept = false;
   unit.held = false;
   unit.residence = Residence::kSharded;
-  frames_.give_back(std::move(*unit.frame));
+  share_->pool.give_back(std::move(*unit.frame));
   unit.frame.reset();
 }
 
@@ -229,7 +262,7 @@ void ResidentSet::give_back_full(const FlatParameter& flat) {
 void ResidentSet::abandon() {
   unreleased_.clear();
   for (const auto& unit : engine_.units()) {
-    if (!unit->frame) {
+    if (!unit->frame || unit->in_scope) {
       continue;
     }
     unit->pins = 0;
@@ -237,7 +270,8 @@ void ResidentSet::abandon() {
       // The transport may still be writing into the frame: it goes with the works and does not come back to the pool.
       unit->gathers.clear();
       unit->residence = Residence::kResident;
-      frames_.lose(*unit->frame);
+      share_->pool.lose(*unit->frame);
+      unit->own_memory = at::Tensor();
     }
     reshard(*unit);
   }

@@ -12,12 +12,21 @@
 namespace ebb::shard {
 
 class Engine;
+class ResidentSet;
+
+/// One pool of frames and the models that take from it.
+struct FrameShare {
+  FramePool pool;
+  std::vector<ResidentSet*> sets;
+};
 
 /// The units that hold unsharded parameters: gathers them into frames, evicts, reshards, and keeps the accounts. Guarded
 /// by its engine's lock.
 class ResidentSet {
  public:
   explicit ResidentSet(Engine& engine);
+  ~ResidentSet();
+  ResidentSet(const ResidentSet&) = delete;
 
   /// Begins to gather a sharded unit that is needed now; evicts another where no frame is free, or goes beyond their
   /// number where all are pinned.
@@ -26,6 +35,8 @@ class ResidentSet {
   bool prefetch(Unit& unit);
   /// Gathers a unit in memory of its own, beyond the frames, until it is resharded.
   void gather_kept(Unit& unit);
+  /// The same without ShardOptions::gather_hook, for values that are written back. Waits.
+  void gather_exactly(Unit& unit);
   /// The whole of a flat parameter in full precision, in memory of its own that the accounts count as kept. Waits.
   at::Tensor gather_full(FlatParameter& flat);
   void give_back_full(const FlatParameter& flat);
@@ -41,31 +52,44 @@ class ResidentSet {
   /// Frees what integer reshard_after_forward has kept: at the end of backward, and where the shard changes.
   void drop_near_slices();
   void drop_near_slice(Unit& unit);
-  /// After a failed step: forgets gathers and pins, and reshards.
+  /// After a failed step: forgets gathers and pins, and reshards all but what a full-parameter scope holds.
   void abandon();
+  /// Fits the frames to what units need now; nothing may be gathered.
+  void refit_frames();
+  /// Takes frames from `share`, along with the models that do already; nothing may be gathered.
+  void join(const std::shared_ptr<FrameShare>& share);
+  const std::shared_ptr<FrameShare>& share() const {
+    return share_;
+  }
 
   Residency residency() const;
   void reset_peak() {
     peak_held_bytes_ = held_bytes_;
   }
   int num_frames() const {
-    return frames_.capacity();
+    return share_->pool.capacity();
   }
   std::int64_t frame_bytes() const {
-    return frames_.frame_bytes();
+    return share_->pool.frame_bytes();
   }
 
  private:
   std::optional<Frame> frame_for(Unit& unit, bool may_exceed);
-  Unit* victim(const Unit& for_unit, std::int64_t needed_sooner_than) const;
+  /// `for_unit`: nullptr where another model asks.
+  Unit* victim(const Unit* for_unit, std::int64_t needed_sooner_than) const;
+  Frame own_frame(Unit& unit);
+  bool take_from_others();
+  bool give_up_one();
+  void leave_share();
   void start_gather(Unit& unit, Frame frame, bool prefetch);
   void keep_near_slice(Unit& unit);
   void add_held(const Unit& unit, bool extra, std::int64_t sign);
   void check_invariant() const;
 
   Engine& engine_;
-  FramePool frames_;
+  std::shared_ptr<FrameShare> share_;
   std::vector<std::unique_ptr<comm::Work>> unreleased_; ///< Gathers whose input peers may still be reading.
+  bool gathers_exactly_ = false;
   std::int64_t held_bytes_ = 0;
   std::int64_t peak_held_bytes_ = 0;
   std::int64_t extra_bytes_ = 0;

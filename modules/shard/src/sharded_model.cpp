@@ -101,6 +101,53 @@ void ShardedModel::set_requires_gradient_sync(const std::vector<std::string>& un
   engine_->set_sync(engine_->find_units("set_requires_gradient_sync", units), sync);
 }
 
+void ShardedModel::set_requires_all_reduce(bool all_reduce) {
+  set_requires_all_reduce(units(), all_reduce);
+}
+
+void ShardedModel::set_requires_all_reduce(const std::vector<std::string>& units, bool all_reduce) {
+  engine_->set_all_reduce(engine_->find_units("set_requires_all_reduce", units), all_reduce);
+}
+
+void ShardedModel::set_is_last_backward(bool is_last) {
+  engine_->set_last_backward(is_last);
+}
+
+void ShardedModel::set_manual_backward_finalization(bool manual) {
+  engine_->set_manual_finalization(manual);
+}
+
+void GradientReductionHandle::wait() {
+  if (const auto engine = std::exchange(engine_, nullptr)) {
+    engine->finish_finalizing();
+  }
+}
+
+GradientReductionHandle ShardedModel::finalize_backward(bool async_op) {
+  engine_->start_finalizing();
+  GradientReductionHandle handle(engine_);
+  if (!async_op) {
+    handle.wait();
+  }
+  return handle;
+}
+
+void ShardedModel::set_reduce_scatter_max_input_buffers(int number) {
+  engine_->set_max_reductions(number);
+}
+
+void ShardedModel::set_keep_unsharded_storage(const std::vector<std::string>& units, bool keep) {
+  engine_->set_keep_storage(engine_->find_units("set_keep_unsharded_storage", units), keep);
+}
+
+void ShardedModel::set_post_optim_event(std::function<void()> done) {
+  engine_->set_post_optim_event(std::move(done));
+}
+
+void ShardedModel::set_full_precision(bool full) {
+  engine_->set_full_precision(full);
+}
+
 void UnshardHandle::wait() {
   engine_->wait_unsharded(units_);
 }
@@ -147,7 +194,7 @@ at::Tensor ShardedModel::cast_output(const at::Tensor& output) const {
 }
 
 FullParameters ShardedModel::full_parameters(FullParametersOptions options) {
-  return FullParameters(engine_, options);
+  return FullParameters(engine_, std::move(options));
 }
 
 std::vector<ShardLayout> ShardedModel::layout() const {

@@ -94,10 +94,11 @@ void broadcast_from_rank0(const ModuleTree& tree, comm::Communicator& group) {
     if (!tensor.defined() || tensor.numel() == 0 || !done.insert(tensor.unsafeGetTensorImpl()).second) {
       return;
     }
-    if (tensor.is_contiguous()) {
+    const bool elsewhere = tensor.is_cpu() && !group.capabilities().cpu; // on its way to ShardOptions::device
+    if (tensor.is_contiguous() && !elsewhere) {
       group.broadcast(tensor.detach(), 0, name)->wait();
     } else {
-      auto copy = tensor.detach().contiguous();
+      auto copy = (elsewhere ? tensor.detach().to(at::kCUDA) : tensor.detach()).contiguous();
       group.broadcast(copy, 0, name)->wait();
       tensor.detach().copy_(copy);
     }

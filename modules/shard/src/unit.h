@@ -35,10 +35,14 @@ struct Unit {
   std::shared_ptr<comm::Communicator> near_group; ///< For an integer reshard_after_forward: gathers backward's copy.
   std::vector<int> forward_prefetch; ///< Explicit; empty: as predicted.
   std::vector<int> backward_prefetch;
+  bool keep_storage = false; ///< Gathered into `own_memory`, which stays.
+  bool in_scope = false; ///< Of full_parameters().
   bool sync = true; ///< Whether backward reduces its gradients.
+  bool all_reduce = true; ///< Whether it also reduces them over the copies of its shards.
 
   Residence residence = Residence::kSharded;
   std::optional<Frame> frame;
+  at::Tensor own_memory; ///< uint8; of a unit that keeps its storage, from its first gather on.
   std::vector<std::unique_ptr<comm::Work>> gathers; ///< Under way.
   int pins = 0; ///< Operators that are using it now.
   bool kept = false; ///< Not in one of the frames: kept by its strategy or a full-parameter scope.
@@ -51,6 +55,15 @@ struct Unit {
   std::int64_t num_ready = 0; ///< Members whose gradient is complete.
   std::int64_t pending_bytes = 0; ///< Of gradients not yet copied to the reduce buffer.
   bool reduced = false; ///< Its reduction was started in this backward.
+
+  /// Gives each flat parameter its place in the frame; for the dtypes that they have now.
+  void place_in_frame() {
+    bytes = 0;
+    for (auto& flat : flats) {
+      flat->frame_offset = bytes;
+      bytes += (flat->padded_bytes() + 63) / 64 * 64;
+    }
+  }
 };
 
 } // namespace ebb::shard

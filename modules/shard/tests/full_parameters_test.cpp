@@ -109,6 +109,132 @@ TEST(FullParameters, AStepInsideAScopeIsRefused) {
   EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("after the scope"));
 }
 
+TEST(PartOfTheModel, IsWholeAndTheRestWorksAsBefore) {
+  for (const int ranks : {1, 2, 4}) {
+    ebb::test::spawn_ranks(ranks, [](const auto& group) {
+      auto chain = make_chain(4);
+      auto plain = make_chain(4);
+      auto model = fully_shard(chain, test::over(group));
+      const auto gathers = model.stats().unshards;
+      auto scope = model.full_parameters({.modules = {"1", "2"}});
+      EXPECT_EQ(model.stats().unshards - gathers, 2);
+      const at::NoGradGuard no_grad;
+      EXPECT_EQ(chain->parameters()[2].data_ptr<float>()[0], plain->parameters()[2].data_ptr<float>()[0]);
+      EXPECT_THAT(error_of([&] { chain->parameters()[0].data_ptr(); }), HasSubstr("raw access"));
+      EXPECT_THAT(error_of([&] { chain->parameters()[0].zero_(); }), HasSubstr("scope of its unit"));
+      chain->parameters()[2].mul_(2);
+      plain->parameters()[2].mul_(2);
+      EXPECT_TRUE(at::equal(chain->forward(at::ones({2, 8})), plain->forward(at::ones({2, 8}))));
+      scope.close();
+      EXPECT_THAT(error_of([&] { chain->parameters()[4].zero_(); }), HasSubstr("scope of its unit"));
+      EXPECT_TRUE(at::equal(chain->forward(at::ones({2, 8})), plain->forward(at::ones({2, 8}))));
+    });
+  }
+}
+
+TEST(PartOfTheModel, IsNamedByModulesAboveUnitsOrByUnits) {
+  ebb::test::spawn_ranks(2, [](const auto& group) {
+    auto subject = make_subject("gpt");
+    auto model = shard_subject(subject, {.mesh = comm::Mesh(group), .wrap = wrap_by_class({"Block"})});
+    const auto opened = [&](const FullParametersOptions& options) {
+      const auto before = model.stats().unshards;
+      const auto scope = model.full_parameters(options);
+      return model.stats().unshards - before;
+    };
+    EXPECT_EQ(opened({.modules = {"blocks"}}), 3);
+    EXPECT_EQ(opened({.modules = {"blocks.1"}}), 1);
+    EXPECT_EQ(opened({.modules = {"blocks.1.qkv", "tokens"}}), 2); // the units that these belong to
+    EXPECT_EQ(opened({.modules = {"(root)"}, .recurse = false}), 1);
+    EXPECT_EQ(opened({.modules = {""}}), 4);
+    EXPECT_EQ(opened({}), 4);
+    EXPECT_THAT(error_of([&] { opened({.modules = {"block"}}); }), HasSubstr("got 'block'"));
+    EXPECT_THAT(error_of([&] { opened({.modules = {"blocks"}, .recurse = false}); }), HasSubstr("'blocks.0'"));
+  });
+}
+
+TEST(FullOnCpu, ReadsAndWritesEveryStrategyAndPrecision) {
+  for (const auto strategy : test::kStrategies) {
+    for (const char* preset : {"fp32", "bf16"}) {
+      ebb::test::spawn_ranks(2, [&](const auto& group) {
+        auto chain = make_chain(2);
+        auto plain = make_chain(2);
+        auto options = test::over(group, strategy);
+        options.mixed_precision = mixed_precision(preset);
+        auto model = fully_shard(chain, options);
+        const at::NoGradGuard no_grad;
+        for (const bool writeback : {false, true, true}) {
+          const auto scope = model.full_parameters({.writeback = writeback, .offload_to_cpu = true});
+          for (std::size_t i = 0; i < 4; ++i) {
+            EXPECT_TRUE(chain->parameters()[i].is_cpu());
+            EXPECT_TRUE(at::equal(chain->parameters()[i], plain->parameters()[i])) << i;
+            chain->parameters()[i].add_(1e-6);
+            if (writeback) {
+              plain->parameters()[i].add_(1e-6);
+            }
+          }
+        }
+        chain->forward(at::ones({2, 8})).sum();
+        auto rank0 = model.full_parameters({.writeback = false, .rank0_only = true, .offload_to_cpu = true});
+        EXPECT_TRUE(group->rank() != 0 || at::equal(chain->parameters()[0], plain->parameters()[0]));
+      });
+    }
+  }
+}
+
+TEST(FullGradients, AreThoseOfOneUnshardedProcessAndCanBeWritten) {
+  for (const auto strategy : {Strategy::kFullShard, Strategy::kNoShard}) {
+    for (const int ranks : {1, 2, 4}) {
+      ebb::test::spawn_ranks(ranks, [&](const auto& group) {
+        auto plain = make_chain(2);
+        std::vector<at::Tensor> sums(4);
+        for (int rank = 0; rank < ranks; ++rank) {
+          plain->forward(at::full({2, 8}, 0.5 + rank)).pow(2).mean().backward();
+          for (std::size_t i = 0; i < 4; ++i) {
+            const auto grad = std::exchange(plain->parameters()[i].mutable_grad(), at::Tensor());
+            sums[i] = sums[i].defined() ? sums[i] + grad : grad;
+          }
+        }
+        auto chain = make_chain(2);
+        auto model = fully_shard(chain, test::over(group, strategy));
+        chain->forward(at::full({2, 8}, 0.5 + group->rank())).pow(2).mean().backward();
+        const auto own = model.parameters()[0].grad().clone();
+        {
+          const auto scope = model.full_parameters({.writeback = false, .with_grads = true});
+          for (std::size_t i = 0; i < 4; ++i) {
+            EXPECT_TRUE(at::equal(chain->parameters()[i].grad(), sums[i] / ranks)) << i;
+          }
+          chain->parameters()[0].mutable_grad().zero_(); // without writeback: dropped
+        }
+        EXPECT_TRUE(at::equal(model.parameters()[0].grad(), own));
+        EXPECT_THAT(error_of([&] { chain->parameters()[0].grad().sum(); }), HasSubstr("is in the shards"));
+        {
+          const auto scope = model.full_parameters({.with_grads = true});
+          chain->parameters()[0].mutable_grad().mul_(2);
+          chain->parameters()[1].mutable_grad() = at::Tensor();
+        }
+        EXPECT_TRUE(at::equal(model.parameters()[0].grad(), 2 * own));
+        EXPECT_FALSE(model.parameters()[1].grad().defined());
+        chain->forward(at::full({2, 8}, 0.5 + group->rank())).pow(2).mean().backward();
+        EXPECT_TRUE(at::equal(model.parameters()[0].grad(), 2 * own + own));
+      });
+    }
+  }
+}
+
+TEST(FullGradients, OfRanksThatDifferAreNamed) {
+  ebb::test::spawn_ranks(2, [](const auto& group) {
+    auto chain = make_chain(2);
+    auto model = fully_shard(chain, test::over(group));
+    chain->forward(at::ones({2, 8})).sum().backward();
+    if (group->rank() == 1) {
+      model.parameters()[3].mutable_grad() = at::Tensor();
+    }
+    EXPECT_THAT(
+        error_of([&] { model.full_parameters({.with_grads = true}); }),
+        ::testing::AllOf(HasSubstr("'1.bias' has a gradient on rank 0"), HasSubstr("none on rank 1")));
+  });
+}
+
 TEST(FullParameters, SaveAndLoadRoundTripInsideAScope) {
   auto chain = make_chain(2);
   auto other = make_chain(2);

@@ -211,6 +211,127 @@ TEST(MixedPrecision, BuffersAreConvertedButThoseOfNorms) {
   EXPECT_EQ(net.norm->running_mean.scalar_type(), at::kFloat);
 }
 
+struct ScaledImpl : torch::nn::Module {
+  ScaledImpl()
+      : weight(register_parameter("weight", at::linspace(-1, 1, 64).view({8, 8}).clone())),
+        scale(register_parameter("scale", at::linspace(0.5, 1.5, 8))),
+        shift(register_buffer("shift", at::full({8}, 0.3))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    return at::linear(x, weight) * scale + shift;
+  }
+  at::Tensor weight;
+  at::Tensor scale;
+  at::Tensor shift;
+};
+
+TEST(ParamDtypeOverride, ChoosesADtypeParameterByParameter) {
+  for (const int ranks : {1, 2, 4}) {
+    ebb::test::spawn_ranks(ranks, [](const auto& group) {
+      ScaledImpl net;
+      ScaledImpl plain;
+      MixedPrecision mixed;
+      mixed.param_dtype_override_fn = [](const std::string& name, const at::Tensor& parameter) {
+        EXPECT_EQ(parameter.scalar_type(), at::kFloat);
+        return name == "weight" ? std::optional(at::kBFloat16) : std::nullopt;
+      };
+      auto model = fully_shard(net, {.mesh = comm::Mesh(group), .wrap = wrap_root(), .mixed_precision = mixed});
+      EXPECT_EQ(net.weight.scalar_type(), at::kBFloat16);
+      EXPECT_EQ(net.scale.scalar_type(), at::kFloat);
+      const auto x = at::linspace(0, 1, 16).view({2, 8});
+      const auto low = plain.weight.detach().to(at::kBFloat16).set_requires_grad(true);
+      const auto expected = at::linear(x.to(at::kBFloat16), low) * plain.scale;
+      EXPECT_TRUE(at::equal(net.forward(x), expected + plain.shift));
+      net.forward(x).sum().backward();
+      expected.sum().backward();
+      const auto scope = model.full_parameters({.writeback = false, .with_grads = true});
+      EXPECT_TRUE(at::equal(net.weight.grad(), low.grad().to(at::kFloat)));
+      EXPECT_TRUE(at::equal(net.scale.grad(), plain.scale.grad()));
+    });
+  }
+}
+
+TEST(ParamDtypeOverride, GoesBeforeParamDtypeAndKeepFullAndMustBeADtypeToComputeIn) {
+  const auto dtypes = [](const MixedPrecision& mixed) {
+    auto chain = make_chain(3);
+    auto model =
+        fully_shard(chain, {.mesh = comm::Mesh(comm::single()), .wrap = wrap_by_size(1), .mixed_precision = mixed});
+    return std::tuple(
+        chain->parameters()[0].scalar_type(), chain->parameters()[2].scalar_type(),
+        chain->parameters()[4].scalar_type());
+  };
+  MixedPrecision mixed{.param_dtype = at::kBFloat16};
+  mixed.keep_full = wrap_by_name({"1"});
+  EXPECT_EQ(dtypes(mixed), std::tuple(at::kBFloat16, at::kFloat, at::kBFloat16));
+  mixed.param_dtype_override_fn = [](const std::string& name, const at::Tensor&) {
+    return name[0] == '2' ? std::nullopt : std::optional(at::kHalf);
+  };
+  EXPECT_EQ(dtypes(mixed), std::tuple(at::kHalf, at::kHalf, at::kBFloat16));
+  mixed.param_dtype_override_fn = [](const std::string&, const at::Tensor&) { return std::optional(at::kLong); };
+  EXPECT_THAT(error_of([&] { dtypes(mixed); }), ::testing::AllOf(HasSubstr("Long"), HasSubstr("'0.weight'")));
+}
+
+TEST(FullPrecision, EvaluatesAsTheUnshardedFloatModelAndTrainingGoesOnAsBefore) {
+  for (const auto strategy : {Strategy::kFullShard, Strategy::kNoShard}) {
+    for (const int ranks : {1, 2, 4}) {
+      ebb::test::spawn_ranks(ranks, [&](const auto& group) {
+        const auto x = at::linspace(0, 1, 16).view({2, 8});
+        const auto train = [&](bool evaluates) {
+          ScaledImpl net;
+          auto model = fully_shard(
+              net, {.mesh = comm::Mesh(group),
+                    .strategy = strategy,
+                    .wrap = wrap_root(),
+                    .mixed_precision = mixed_precision("bf16")});
+          torch::optim::SGD optimizer(model.parameters(), 0.1);
+          for (int step = 0; step < 3; ++step) {
+            if (evaluates) {
+              const auto bytes = model.residency().frame_bytes;
+              model.set_full_precision(true);
+              EXPECT_EQ(model.residency().frame_bytes, 2 * bytes);
+              const at::NoGradGuard no_grad;
+              const auto y = net.forward(x);
+              EXPECT_EQ(y.scalar_type(), at::kFloat);
+              EXPECT_EQ(net.shift.scalar_type(), at::kFloat);
+              ScaledImpl plain;
+              {
+                const auto scope = model.full_parameters({.writeback = false});
+                plain.weight.copy_(net.weight);
+                plain.scale.copy_(net.scale);
+              }
+              EXPECT_TRUE(at::equal(y, at::linear(x, plain.weight) * plain.scale + net.shift));
+              model.set_full_precision(false);
+              EXPECT_EQ(net.weight.scalar_type(), at::kBFloat16);
+              EXPECT_EQ(net.shift.scalar_type(), at::kBFloat16);
+              EXPECT_EQ(model.residency().frame_bytes, bytes);
+            }
+            net.forward(x + group->rank()).pow(2).mean().backward();
+            optimizer.step();
+            optimizer.zero_grad();
+          }
+          const auto scope = model.full_parameters({.writeback = false});
+          return std::pair(net.weight.detach().clone(), net.scale.detach().clone());
+        };
+        const auto plain = train(false);
+        const auto with = train(true);
+        EXPECT_TRUE(at::equal(plain.first, with.first));
+        EXPECT_TRUE(at::equal(plain.second, with.second));
+      });
+    }
+  }
+}
+
+TEST(FullPrecision, SwitchedBetweenAForwardAndItsBackwardIsNamed) {
+  auto chain = make_chain(2);
+  auto model = fully_shard(
+      chain, {.mesh = comm::Mesh(comm::single()), .wrap = wrap_by_size(1), .mixed_precision = mixed_precision("bf16")});
+  const auto loss = chain->forward(at::ones({2, 8}).set_requires_grad(true)).sum();
+  model.set_full_precision(true);
+  EXPECT_THAT(error_of([&] { loss.backward(); }), HasSubstr("switched between a forward and its backward"));
+  model.set_full_precision(false);
+  chain->forward(at::ones({2, 8})).sum().backward();
+  EXPECT_TRUE(model.parameters()[0].grad().defined());
+}
+
 TEST(MixedPrecision, UnknownPresetsAndDtypesAreNamed) {
   EXPECT_THAT(error_of([] { mixed_precision("int8"); }), HasSubstr("got 'int8'"));
   auto chain = make_chain(1);

@@ -29,6 +29,11 @@ using CommHook = std::function<std::unique_ptr<comm::Work>(const GradientReducti
 /// What happens without a hook.
 std::unique_ptr<comm::Work> reduce_as_is(const GradientReduction& reduction);
 
+/// Reduces nothing: this rank's own gradient stands for the sum of as many as there are ranks. For measuring what a step
+/// costs without its reductions (FSDP_USE_FAKE_REDUCE); the all-reduce between copies of hybrid sharding, and the small vote
+/// on which gradients exist, remain.
+std::unique_ptr<comm::Work> fake_reduce(const GradientReduction& reduction);
+
 /// Sends gradients as bfloat16 or float16: half the bytes. Sums are taken in float and rounded once, after the division;
 /// what is then beyond 65504 becomes infinite in float16.
 CommHook bf16_compress_hook();

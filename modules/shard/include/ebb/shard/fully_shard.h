@@ -3,8 +3,10 @@
 #include "ebb/base/shard_layout.h"
 #include "ebb/comm/mesh.h"
 #include "ebb/shard/comm_hook.h"
+#include "ebb/shard/gather_hook.h"
 #include "ebb/shard/mixed_precision.h"
 #include "ebb/shard/offload.h"
+#include "ebb/shard/shard_stats.h"
 #include "ebb/shard/wrap_policy.h"
 
 #include <ATen/core/Tensor.h>
@@ -46,6 +48,12 @@ std::string_view name_of(Strategy strategy);
 /// the ranks of the shard axis.
 using ReshardAfterForward = std::variant<bool, int>;
 
+/// When backward starts the gathers that ShardOptions::prefetch asks for. Names as in PyTorch FSDP.
+enum class BackwardPrefetch {
+  kBackwardPre, ///< When a unit is about to be used: hides most, holds one unit more.
+  kBackwardPost, ///< When the gradients of the unit in use are complete and its memory was given back.
+};
+
 /// What one unit does otherwise than the rest. What is not set is as in ShardOptions.
 struct UnitOptions {
   std::optional<bool> shard = {}; ///< false: this unit is whole on every rank, as with kNoShard.
@@ -69,6 +77,7 @@ struct ShardOptions {
   int frames = 2;
   /// Units gathered ahead of their use, in frames of their own. 0 turns prefetch off.
   int prefetch = 1;
+  BackwardPrefetch backward_prefetch = BackwardPrefetch::kBackwardPre;
   /// Copy rank 0's parameters and buffers to all ranks first. Off: every rank must have built the same model from the
   /// same seed.
   bool sync_module_states = true;
@@ -80,6 +89,15 @@ struct ShardOptions {
   std::vector<std::string> ignored_parameters = {};
   /// Replaces the reduction of gradients: see comm_hook.h.
   CommHook comm_hook = {};
+  /// Replaces the all-gather of parameters: see gather_hook.h.
+  GatherHook gather_hook = {};
+  /// Reduce gradients in groups of their own (Mesh::separate()), so that reductions and gathers do not queue behind each
+  /// other. Costs the connections of a second mesh.
+  bool separate_reduce_group = false;
+  /// Where to put shards, frames and buffers; by default where the model is. A model that is too large for the device is
+  /// moved there shard by shard. The model's parameters and buffers are on this device afterwards; those that are ignored
+  /// stay. @throws ValueError for a device that is not there.
+  std::optional<c10::Device> device = {};
   /// Called with each unit's averaged gradient, this rank's shard of it, flattened, before it is added to the leaves'
   /// grads; may change it in place (FSDP2's all-reduce hook). Same on all ranks.
   std::function<void(const std::string& unit, at::Tensor& gradient)> gradient_hook = {};
@@ -90,39 +108,22 @@ struct ShardOptions {
   bool check_order = false;
 };
 
-/// How many bytes of unsharded parameters may be held, and are. The invariant, checked in test builds:
-/// held <= frames + pinned + kept.
-struct Residency {
-  std::int64_t held_bytes = 0; ///< Unsharded parameters in memory now.
-  std::int64_t peak_held_bytes = 0;
-  std::int64_t frame_bytes = 0; ///< (frames + prefetch) x largest unit: the allowance.
-  std::int64_t pinned_bytes = 0; ///< Beyond the allowance for the running operator.
-  std::int64_t kept_bytes = 0; ///< By kShardGradOp, kNoShard, unshard() or a full-parameter scope.
-  std::int64_t near_bytes = 0; ///< 1/n of units between forward and backward (integer reshard_after_forward).
-  std::int64_t staged_bytes = 0; ///< Copies of offloaded shards that wait for their gather.
-  std::int64_t offloaded_bytes = 0; ///< Shards, gradients and optimizer state in the tier of ShardOptions::offload.
-};
-
-/// Counts since fully_shard(), or since reset_stats().
-struct ShardStats {
-  std::int64_t unshards = 0; ///< All-gathers of units.
-  std::int64_t prefetched = 0; ///< Of these, started before their first use.
-  std::int64_t mispredicted = 0; ///< Prefetched and evicted unused.
-  std::int64_t reduces = 0; ///< Reduce-scatters (all-reduces for kNoShard) of units.
-  std::int64_t all_reduces = 0; ///< Of units' sharded gradients between copies (hybrid sharding).
-  std::int64_t touches = 0; ///< Operators that found their unit resident.
-  std::int64_t evictions = 0;
-  double wait_seconds = 0; ///< This rank waited for gathers and reductions.
-  double comm_seconds = 0; ///< These were under way; what was not waited for was hidden behind compute.
-};
-
 /// What happens at both ends of a full-parameter scope.
 struct FullParametersOptions {
   bool writeback = true; ///< Changes made inside the scope go to the shards at its end.
   bool rank0_only = false; ///< Other ranks keep sharded parameters; excludes writeback.
+  /// Only the units that hold parameters of these modules or of modules below them, by name; empty: all of the model.
+  std::vector<std::string> modules = {};
+  /// false: `modules` are names of units, and only these are opened.
+  bool recurse = true;
+  /// Whole parameters are on the CPU, so that a model larger than the device can be looked at unit by unit.
+  bool offload_to_cpu = false;
+  /// Each parameter's grad() is whole too, where it has one; with writeback changes to it go to the shards.
+  bool with_grads = false;
 };
 
-/// While alive, every parameter of the model is whole and may be read by pointer and written. Collective at both ends.
+/// While alive, every parameter of the model (or of the modules asked for) is whole and may be read by pointer and
+/// written. Collective at both ends.
 class FullParameters {
  public:
   FullParameters(std::shared_ptr<Engine> engine, FullParametersOptions options);
@@ -150,6 +151,18 @@ class UnshardHandle {
       : engine_(std::move(engine)), units_(std::move(units)) {}
   std::shared_ptr<Engine> engine_;
   std::vector<int> units_;
+};
+
+/// The end of a backward, begun by ShardedModel::finalize_backward(). Dropping the handle leaves it to a later call.
+class GradientReductionHandle {
+ public:
+  /// Returns when all gradients are on the shards. Collective. Once; afterwards it does nothing.
+  void wait();
+
+ private:
+  friend class ShardedModel;
+  explicit GradientReductionHandle(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
+  std::shared_ptr<Engine> engine_;
 };
 
 /// While alive, backward leaves gradients on this rank unreduced; they go along with the next backward after it.
@@ -200,6 +213,28 @@ class ShardedModel {
   void set_requires_gradient_sync(bool sync);
   /// As above, for the units named.
   void set_requires_gradient_sync(const std::vector<std::string>& units, bool sync);
+  /// Hybrid sharding: false leaves out the all-reduce between copies while accumulating. Backward reduces over the shard
+  /// axis only and adds up this rank's shard, in the reduction's dtype; the first backward after true takes the sum to
+  /// the copies. Between no_sync() and a whole reduction in memory and in communication. No effect without copies.
+  void set_requires_all_reduce(bool all_reduce);
+  /// As above, for the units named.
+  void set_requires_all_reduce(const std::vector<std::string>& units, bool all_reduce);
+
+  /// For several backwards a step, of micro-batches in a pipeline say. false: the end of a backward does not wait for
+  /// the reductions it started, which go on meanwhile; the first backward after true waits for all of them, and gradients
+  /// are on the shards after it. Keeps the recorded order of uses too, so that several forwards may come before their
+  /// backwards. All ranks must do the same.
+  void set_is_last_backward(bool is_last);
+  /// true: the end of a backward reduces nothing by itself beyond the units that are complete; finalize_backward() does.
+  /// For a backward in parts (inputs first, weights later), whose units are then reduced once. @throws ValueError while a
+  /// backward is not finalized.
+  void set_manual_backward_finalization(bool manual);
+  /// Reduces what the backwards since the last call have left. Collective.
+  /// @param async_op  Return when the reductions were started; the handle waits for them.
+  GradientReductionHandle finalize_backward(bool async_op = false);
+  /// How many reductions may be under way while the next is filled: 1 by default. More hide more of a slow network's
+  /// latency, at the price of one reduce buffer each. At least 1; between steps.
+  void set_reduce_scatter_max_input_buffers(int number);
 
   /// Gathers units before their use and holds them until reshard() or the end of a backward. Collective; at once, the
   /// handle waits. Names as explain() spells them.
@@ -212,6 +247,17 @@ class ShardedModel {
   void set_reshard_after_forward(const std::vector<std::string>& units, bool reshard);
   /// false: the units stay gathered after backward, until their shards are written to. For several backwards a step.
   void set_reshard_after_backward(const std::vector<std::string>& units, bool reshard);
+  /// true: the units have memory of their own, which is kept when they are resharded, so that their parameters are at the
+  /// same addresses each time. They stay gathered from forward to the end of backward, and in evaluation until their
+  /// shards are written to.
+  void set_keep_unsharded_storage(const std::vector<std::string>& units, bool keep);
+  /// The next gather waits for `done` first, which then is dropped: for an optimizer that steps on another thread.
+  /// Called without locks, by the thread that uses the model.
+  void set_post_optim_event(std::function<void()> done);
+  /// true: gathers and computes in the shards' own dtype from here on, whatever MixedPrecision says, and gives buffers
+  /// their own dtype back. For evaluation, beside model->eval(); false beside model->train(). Not between a forward and its
+  /// backward: that backward would throw.
+  void set_full_precision(bool full);
   /// While `unit` runs forward, gather `next` in this order instead of what the last step's order predicts; empty goes
   /// back to the prediction. At most as many as frames allow are gathered.
   void set_forward_prefetch(const std::string& unit, const std::vector<std::string>& next);
@@ -251,6 +297,12 @@ class ShardedModel {
  private:
   std::shared_ptr<Engine> engine_;
 };
+
+/// Lets models that run in turns share their frames, as FSDP2's share_comm_ctx(): the memory for unsharded parameters is
+/// then that of the one with most frames times the largest unit of all, instead of the sum. A model that finds no free
+/// frame takes one that another has gathered and does not use. One device and one thread at a time. Between steps.
+/// @throws ValueError for models on different devices, and for one inside a full_parameters() scope.
+void share_frames(const std::vector<ShardedModel>& models);
 
 /// Shards `model`'s parameters over the ranks of the mesh, in place. The model's code, its parameter handles and its
 /// forward stay as they are. Collective.

@@ -4,7 +4,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <optional>
+#include <string>
 #include <string_view>
 
 namespace ebb::shard {
@@ -31,6 +33,10 @@ struct MixedPrecision {
   bool cast_forward_inputs = true;
   /// Modules whose parameters and buffers keep their dtype.
   WrapPolicy keep_full = is_normalisation;
+  /// Asked for each floating-point parameter, by its first name: a dtype replaces param_dtype, and keep_full, for it alone;
+  /// nothing leaves it as it is. The same on all ranks. Parameters of several dtypes in a unit are gathered one by one.
+  std::function<std::optional<c10::ScalarType>(const std::string& name, const at::Tensor& parameter)>
+      param_dtype_override_fn = {};
 };
 
 /// "fp32": everything float32. "bf16": bfloat16 parameters and buffers, float32 reduction and outputs. "fp16": the same

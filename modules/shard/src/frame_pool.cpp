@@ -8,16 +8,22 @@
 #include <utility>
 
 namespace ebb::shard {
-namespace {
 
-at::Tensor allocate(std::int64_t bytes, c10::Device device) {
-  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
+at::Tensor allocate_for_comm(const CommAllocator& allocator, std::int64_t bytes, c10::Device device) {
+  if (!allocator) {
+    return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
+  }
+  const auto memory = allocator(bytes, device);
+  TORCH_CHECK_VALUE(
+      memory.defined() && memory.scalar_type() == at::kByte && memory.is_contiguous() && memory.device() == device &&
+          memory.numel() >= bytes,
+      "[fully_shard] expected comm_allocator to return ", bytes, " contiguous uint8 on ", device, ", got ",
+      memory.defined() ? c10::str(memory.sizes(), " of ", memory.dtype(), " on ", memory.device()) : "nothing");
+  return memory.view({-1}).narrow(0, 0, bytes);
 }
 
-} // namespace
-
-FramePool::FramePool(int capacity, std::int64_t frame_bytes, c10::Device device)
-    : capacity_(capacity), frame_bytes_(frame_bytes), device_(device) {}
+FramePool::FramePool(int capacity, std::int64_t frame_bytes, c10::Device device, CommAllocator allocator)
+    : capacity_(capacity), frame_bytes_(frame_bytes), device_(device), allocator_(std::move(allocator)) {}
 
 std::optional<Frame> FramePool::take_if_free() {
   if (!free_.empty()) {
@@ -27,13 +33,13 @@ std::optional<Frame> FramePool::take_if_free() {
   }
   if (made_ < capacity_) {
     ++made_;
-    return Frame{allocate(frame_bytes_, device_)};
+    return Frame{allocate_for_comm(allocator_, frame_bytes_, device_)};
   }
   return std::nullopt;
 }
 
 Frame FramePool::take_extra(std::int64_t bytes) {
-  return Frame{allocate(bytes, device_), /*extra=*/true};
+  return Frame{allocate_for_comm(allocator_, bytes, device_), /*extra=*/true};
 }
 
 Frame FramePool::take_kept(std::int64_t bytes) {
@@ -44,7 +50,7 @@ Frame FramePool::take_kept(std::int64_t bytes) {
       return frame;
     }
   }
-  return Frame{allocate(bytes, device_), /*extra=*/true, /*kept=*/true};
+  return Frame{allocate_for_comm(allocator_, bytes, device_), /*extra=*/true, /*kept=*/true};
 }
 
 void FramePool::refit(int capacity, std::int64_t frame_bytes) {

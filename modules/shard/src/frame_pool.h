@@ -1,5 +1,7 @@
 #pragma once
 
+#include "ebb/shard/fully_shard.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -7,6 +9,9 @@
 #include <vector>
 
 namespace ebb::shard {
+
+/// uint8, [bytes]. @throws ValueError where `allocator` returned something else.
+at::Tensor allocate_for_comm(const CommAllocator& allocator, std::int64_t bytes, c10::Device device);
 
 /// A buffer that can hold one unit's unsharded parameters.
 struct Frame {
@@ -21,7 +26,7 @@ struct Frame {
 class FramePool {
  public:
   FramePool() = default;
-  FramePool(int capacity, std::int64_t frame_bytes, c10::Device device);
+  FramePool(int capacity, std::int64_t frame_bytes, c10::Device device, CommAllocator allocator);
 
   /// A frame of the fixed number, or nothing when all are out.
   std::optional<Frame> take_if_free();
@@ -49,6 +54,7 @@ class FramePool {
   int capacity_ = 0;
   std::int64_t frame_bytes_ = 0;
   c10::Device device_ = c10::kCPU;
+  CommAllocator allocator_;
   int made_ = 0;
   std::vector<Frame> free_;
   std::vector<Frame> parked_;

@@ -64,7 +64,7 @@ at::Tensor GradientReducer::take_buffer() {
   }
   ++num_buffers_;
   const auto device = engine_.units().front()->flats.front()->device;
-  return at::empty({buffer_bytes_}, at::TensorOptions().dtype(at::kByte).device(device));
+  return allocate_for_comm(engine_.options().comm_allocator, buffer_bytes_, device);
 }
 
 void GradientReducer::drop_hidden_gradients() {

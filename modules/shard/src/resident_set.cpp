@@ -40,7 +40,9 @@ std::string no_data_message(const FlatParameter& flat) {
 
 ResidentSet::ResidentSet(Engine& engine) : engine_(engine), share_(std::make_shared<FrameShare>()) {
   const auto device = engine.units().empty() ? c10::Device(c10::kCPU) : engine.units().front()->flats.front()->device;
-  share_->pool = FramePool(engine.options().frames + engine.options().prefetch, largest_unit(engine), device);
+  share_->pool = FramePool(
+      engine.options().frames + engine.options().prefetch, largest_unit(engine), device,
+      engine.options().comm_allocator);
   share_->sets = {this};
 }
 

@@ -155,6 +155,37 @@ TEST(GatherCodec, ANearbyGatherPassesOnWhatForwardSaw) {
   });
 }
 
+TEST(CommAllocator, MakesWhatGathersFillAndReductionsRead) {
+  for (const int ranks : {1, 2, 4}) {
+    ebb::test::spawn_ranks(ranks, [](const auto& group) {
+      auto options = test::over(group);
+      const auto plain = train_chain(group, options);
+      std::vector<at::Tensor> made;
+      options.comm_allocator = [&](std::int64_t bytes, c10::Device device) {
+        made.push_back(at::empty({bytes + 1}, at::TensorOptions().dtype(at::kByte).device(device)));
+        return made.back();
+      };
+      const auto is_made = [&](const at::Tensor& memory) {
+        return std::any_of(made.begin(), made.end(), [&](const auto& one) { return one.is_alias_of(memory); });
+      };
+      options.gather_hook = [&](const ParameterGather& gather) {
+        EXPECT_TRUE(is_made(gather.output)) << gather.unit;
+        return gather_as_is(gather);
+      };
+      options.comm_hook = [&](const GradientReduction& reduction) {
+        EXPECT_TRUE(is_made(reduction.input)) << reduction.unit;
+        return reduce_as_is(reduction);
+      };
+      expect_same(train_chain(group, options), plain);
+      EXPECT_EQ(made.size(), 3U + 2U + 5U); // frames, reduce buffers, and the units of the last scope
+      auto chain = make_chain(1);
+      options.comm_allocator = [](std::int64_t, c10::Device) { return at::zeros({1}); };
+      auto model = fully_shard(chain, options);
+      EXPECT_THAT(error_of([&] { chain->forward(at::ones({2, 8})); }), HasSubstr("expected comm_allocator to return"));
+    });
+  }
+}
+
 TEST(FakeCollectives, SendNothing) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto options = test::over(group);

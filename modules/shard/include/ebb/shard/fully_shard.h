@@ -54,6 +54,9 @@ enum class BackwardPrefetch {
   kBackwardPost, ///< When the gradients of the unit in use are complete and its memory was given back.
 };
 
+/// See ShardOptions::comm_allocator.
+using CommAllocator = std::function<at::Tensor(std::int64_t bytes, c10::Device device)>;
+
 /// What one unit does otherwise than the rest. What is not set is as in ShardOptions.
 struct UnitOptions {
   std::optional<bool> shard = {}; ///< false: this unit is whole on every rank, as with kNoShard.
@@ -94,6 +97,11 @@ struct ShardOptions {
   /// Reduce gradients in groups of their own (Mesh::separate()), so that reductions and gathers do not queue behind each
   /// other. Costs the connections of a second mesh.
   bool separate_reduce_group = false;
+  /// Makes the memory that all-gathers fill and reductions read: at least `bytes` of uint8, contiguous, on `device`. By
+  /// default that of LibTorch's allocator. For memory that the transport knows, of a NCCL group's allocator or symmetric
+  /// memory (FSDP2's set_allocate_memory_from_process_group_for_comm() and set_symm_mem_for_comm()). Called when frames
+  /// and buffers are first needed, then no more.
+  CommAllocator comm_allocator = {};
   /// Where to put shards, frames and buffers; by default where the model is. A model that is too large for the device is
   /// moved there shard by shard. The model's parameters and buffers are on this device afterwards; those that are ignored
   /// stay. @throws ValueError for a device that is not there.

@@ -106,6 +106,30 @@ TEST(LastBackwardOf, HybridShardingAndWhatZeroGradDrops) {
   });
 }
 
+TEST(LastBackwardOf, OffloadedAndMixedModels) {
+  ebb::test::spawn_ranks(2, [](const auto& group) {
+    auto offloaded = test::over(group);
+    offloaded.offload = OffloadPolicy{OffloadTier::kFile};
+    auto mixed = test::over(group);
+    mixed.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kBFloat16};
+    auto whole_and_mixed = mixed;
+    whole_and_mixed.strategy = Strategy::kNoShard;
+    for (auto options : {offloaded, mixed, whole_and_mixed}) {
+      const auto plain = accumulate(group, options);
+      for (const bool many : {false, true}) {
+        expect_all_equal(
+            accumulate(
+                group, options,
+                [many](ShardedModel& model, bool last) {
+                  model.set_reduce_scatter_max_input_buffers(many ? 4 : 1);
+                  model.set_is_last_backward(last);
+                }),
+            plain);
+      }
+    }
+  });
+}
+
 TEST(LastBackwardOf, SeveralForwardsFollowsTheirOrderInEachBackward) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto chain = make_chain(5);
@@ -293,8 +317,9 @@ TEST(PostOptimEvent, TheNextGatherWaitsForAnOptimizerOnAnotherThread) {
             optimizer.zero_grad();
             continue;
           }
+          std::future<void> stepped;
           std::promise<void> go;
-          auto stepped = std::async(std::launch::async, [&optimizer, may = go.get_future()]() mutable {
+          stepped = std::async(std::launch::async, [&optimizer, may = go.get_future()]() mutable {
             may.wait();
             optimizer.step();
             optimizer.zero_grad();

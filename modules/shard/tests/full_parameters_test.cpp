@@ -221,6 +221,34 @@ TEST(FullGradients, AreThoseOfOneUnshardedProcessAndCanBeWritten) {
   }
 }
 
+TEST(FullGradients, HaveTheStridesOfTheirParameters) {
+  struct NetImpl : torch::nn::Module {
+    NetImpl() : weight(register_parameter("weight", at::linspace(-1, 1, 15).view({5, 3}).t().clone())) {}
+    at::Tensor weight;
+  };
+  ebb::test::spawn_ranks(2, [](const auto& group) {
+    NetImpl net;
+    auto model = fully_shard(net, {.mesh = comm::Mesh(group), .wrap = wrap_root()});
+    ASSERT_FALSE(net.weight.is_contiguous());
+    const auto factor = at::arange(15, at::kFloat).view({3, 5});
+    (net.weight * factor).sum().backward();
+    const auto sum = [&] {
+      auto total = model.named_parameters().back().second.grad().sum();
+      group->all_reduce(total, comm::ReduceOp::kSum, 1, "")->wait();
+      return total.template item<float>();
+    };
+    EXPECT_EQ(sum(), 105); // 0 + 1 + ... + 14
+    auto scope = model.full_parameters({.with_grads = true});
+    EXPECT_TRUE(at::equal(net.weight.grad(), factor));
+    EXPECT_EQ(net.weight.grad().strides(), net.weight.strides());
+    net.weight.mutable_grad() = factor.mul(2).contiguous();
+    scope.close();
+    EXPECT_EQ(sum(), 210);
+    const auto again = model.full_parameters({.writeback = false, .with_grads = true});
+    EXPECT_TRUE(at::equal(net.weight.grad(), 2 * factor));
+  });
+}
+
 TEST(FullGradients, OfRanksThatDifferAreNamed) {
   ebb::test::spawn_ranks(2, [](const auto& group) {
     auto chain = make_chain(2);

@@ -5,6 +5,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/torch.h>
 
+#include <array>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -39,7 +40,7 @@ class ThreadCopier final : public Copier {
     changed_.notify_one();
     thread_.join();
   }
-  std::shared_ptr<Copy> copy(at::Tensor to, at::Tensor from) override {
+  std::shared_ptr<Copy> copy(at::Tensor to, at::Tensor from, Direction /*direction*/) override {
     Task task{std::move(to), std::move(from), {}};
     auto copy = std::make_shared<ThreadCopy>(task.done.get_future().share());
     {
@@ -92,15 +93,14 @@ class ThreadCopier final : public Copier {
 
 class StreamCopy final : public Copy {
  public:
-  StreamCopy(c10::Event done, at::Tensor to, at::Tensor from)
-      : done_(std::move(done)), to_(std::move(to)), from_(std::move(from)) {}
+  StreamCopy(c10::Event done, c10::Device device, std::array<at::Tensor, 2> keep, Direction direction)
+      : done_(std::move(done)), device_(device), keep_(std::move(keep)), direction_(direction) {}
   ~StreamCopy() override {
     wait_quietly();
   }
   void wait() override {
-    if (to_.defined() && !to_.is_cpu()) {
-      const c10::impl::VirtualGuardImpl device(to_.device().type());
-      done_.block(device.getStream(to_.device()));
+    if (direction_ == Direction::kToDevice) {
+      done_.block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
     } else {
       done_.synchronize();
     }
@@ -114,8 +114,9 @@ class StreamCopy final : public Copy {
     } catch (...) {}
   }
   c10::Event done_;
-  at::Tensor to_;
-  at::Tensor from_;
+  c10::Device device_;
+  std::array<at::Tensor, 2> keep_;
+  Direction direction_;
 };
 
 class StreamCopier final : public Copier {
@@ -123,30 +124,30 @@ class StreamCopier final : public Copier {
   explicit StreamCopier(c10::Device device)
       : impl_(device.type()),
         device_(device),
-        stream_(impl_.getStreamFromGlobalPool(device, /*isHighPriority=*/false)) {}
-  std::shared_ptr<Copy> copy(at::Tensor to, at::Tensor from) override {
+        stream_(impl_.getStreamFromGlobalPool(device, /*isHighPriority=*/false)),
+        ready_(device.type()) {}
+  std::shared_ptr<Copy> copy(at::Tensor to, at::Tensor from, Direction direction) override {
     const at::NoGradGuard no_grad;
-    c10::Event ready(device_.type());
-    ready.record(impl_.getStream(device_));
-    ready.block(stream_);
+    ready_.record(impl_.getStream(device_));
+    ready_.block(stream_);
     c10::Event done(device_.type());
     {
       const c10::StreamGuard guard(stream_);
       to.copy_(from, /*non_blocking=*/true);
       done.record(stream_);
     }
-    for (const auto& tensor : {to, from}) { // the allocator must know that this stream uses them as well
-      if (!tensor.is_cpu()) {
-        tensor.record_stream(stream_);
-      }
+    if (direction == Direction::kToDevice) {
+      to = at::Tensor(); // or every shard of a step would stay on the device until its copy is dropped
     }
-    return std::make_shared<StreamCopy>(std::move(done), std::move(to), std::move(from));
+    return std::make_shared<StreamCopy>(
+        std::move(done), device_, std::array{std::move(to), std::move(from)}, direction);
   }
 
  private:
   c10::impl::VirtualGuardImpl impl_;
   c10::Device device_;
   c10::Stream stream_;
+  c10::Event ready_;
 };
 
 } // namespace

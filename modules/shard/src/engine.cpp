@@ -18,7 +18,8 @@ Engine::Engine(ShardOptions options, std::vector<std::unique_ptr<Unit>> units)
       reduce_mesh_(options_.separate_reduce_group ? options_.mesh.separate() : options_.mesh),
       units_(std::move(units)),
       order_(static_cast<int>(units_.size())),
-      stage_(units_.empty() ? nullptr : units_.front()->flats.front()->tier),
+      streams_(units_.empty() ? Streams() : Streams::of(units_.front()->flats.front()->device)),
+      stage_(units_.empty() ? nullptr : units_.front()->flats.front()->tier, streams_),
       resident_(*this) {
   reducer_ = std::make_unique<GradientReducer>(*this);
   const auto& mixed = options_.mixed_precision;
@@ -26,6 +27,7 @@ Engine::Engine(ShardOptions options, std::vector<std::unique_ptr<Unit>> units)
 }
 
 Engine::~Engine() {
+  streams_.join_quietly(); // before memory is given back that they may be using
   for (auto& unit : units_) {
     for (auto& flat : unit->flats) {
       if (flat->owner) {
@@ -128,14 +130,20 @@ void Engine::touch_and_pin(FlatParameter& flat) {
     resident_.finish_gather(unit);
   }
   unit.prefetched = false;
+  unit.use_unmarked = streams_.any();
   ++unit.pins;
 }
 
 void Engine::unpin(FlatParameter& flat) {
   const std::lock_guard lock(mutex_);
   Unit& unit = *flat.unit;
-  if (--unit.pins == 0 && unit.frame && unit.frame->extra && !unit.kept) {
+  if (--unit.pins > 0) {
+    return;
+  }
+  if (unit.frame && unit.frame->extra && !unit.kept) {
     resident_.reshard(unit);
+  } else if (unit.use_unmarked && &unit != current_) {
+    resident_.mark_used(unit);
   }
 }
 
@@ -157,6 +165,9 @@ void Engine::visit(Unit& unit) {
     reducer_->drop_hidden_gradients();
   }
   order_.visit(unit.index, pass);
+  if (current_ && current_->use_unmarked && current_->pins == 0) {
+    resident_.mark_used(*current_);
+  }
   current_ = &unit;
   unit.last_use = ++tick_;
   if (unit.in_place) {
@@ -265,6 +276,7 @@ void Engine::reset() {
   armed_ = false;
   unfinished_ = false;
   current_ = nullptr;
+  streams_.join_quietly();
   reducer_->abandon();
   stage_.abandon();
   end_step();
@@ -309,6 +321,14 @@ void Engine::record_events(bool on) {
 void Engine::use_clock(const Clock& clock) {
   const std::lock_guard lock(mutex_);
   meter_.use(clock);
+}
+
+void Engine::use_streams(c10::Device device) {
+  const std::lock_guard lock(mutex_);
+  streams_ = Streams(device);
+  if (stage_.tier()) {
+    stage_.tier()->use_streams(device);
+  }
 }
 
 void Engine::inject(Faults faults) {

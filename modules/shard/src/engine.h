@@ -4,6 +4,7 @@
 #include "ebb/shard/fully_shard.h"
 #include "resident_set.h"
 #include "shard_stage.h"
+#include "streams.h"
 #include "unit.h"
 #include "use_order.h"
 #include "wait_meter.h"
@@ -165,6 +166,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void record_events(bool on);
   void inject(Faults faults);
   void use_clock(const Clock& clock); ///< For tests of what is measured.
+  /// As if the model were on this accelerator. For tests, before the first step.
+  void use_streams(c10::Device device);
+  const Streams& streams() const {
+    return streams_;
+  }
   std::vector<std::string> take_events();
 
  private:
@@ -204,6 +210,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   mutable std::recursive_mutex mutex_;
   UseOrder order_;
+  Streams streams_;
   ShardStage stage_;
   ResidentSet resident_;
   Unit* current_ = nullptr; ///< The unit visited last.

@@ -39,6 +39,7 @@ void Engine::check_not_unfrozen(const Unit& unit) const {
 void Engine::before_shard_write(FlatParameter& flat) {
   const std::lock_guard lock(mutex_);
   Unit& unit = *flat.unit;
+  unit.shard_written = true;
   if (OwnAccess::active() || unit.in_place) {
     return;
   }
@@ -46,9 +47,6 @@ void Engine::before_shard_write(FlatParameter& flat) {
       !unit.in_scope, "[fully_shard] a shard of unit '", unit.name,
       "' was written to (by an optimizer step?) inside a full_parameters() scope, whose end would undo it; step after "
       "the scope");
-  resident_.release_gathers();
-  resident_.drop_near_slice(unit);
-  stage_.drop(unit);
   // The gathered copy is out of date now.
   if (unit.pins == 0 && unit.residence != Residence::kSharded) {
     resident_.reshard(unit);
@@ -56,6 +54,9 @@ void Engine::before_shard_write(FlatParameter& flat) {
       current_ = nullptr;
     }
   }
+  resident_.release_gathers(); // also of what was still being gathered
+  resident_.drop_near_slice(unit);
+  stage_.drop(unit);
 }
 
 std::string Engine::describe(const FlatParameter& flat, const at::Tensor& view) const {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "ebb/shard/fully_shard.h"
+#include "streams.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -19,6 +20,7 @@ struct Frame {
   bool extra = false; ///< Beyond the fixed number; freed when given back.
   bool kept = false; ///< Extra, but made anew in every step: parked when given back.
   bool lost = false; ///< Not to be reused.
+  Mark used{}; ///< What has read the memory last; at first, what had it before.
 };
 
 /// A fixed number of equal frames, made when first needed and then reused, never freed in a step (FSDP paper, 3.4: the

@@ -156,6 +156,7 @@ void Engine::end_full_parameters(const FullParametersOptions& options) {
   const at::NoGradGuard no_grad;
   const OwnAccess own;
   for (auto& unit : units_) {
+    unit->shard_written = true;
     if (std::exchange(unit->in_scope, false)) {
       close(*unit, options);
     }

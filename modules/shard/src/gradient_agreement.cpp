@@ -1,5 +1,6 @@
 #include "engine.h"
 #include "gradients.h"
+#include "sync.h"
 
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/torch.h>
@@ -114,10 +115,8 @@ at::Tensor GradientReducer::vote(bool again) {
   auto votes = at::from_blob(
       vote.data(), {static_cast<std::int64_t>(vote.size())}, [memory](void*) {}, at::TensorOptions(at::kFloat));
   if (ranks.size() > 1) {
-    const auto device = engine_.units().front()->flats.front()->device;
-    auto on_device = votes.to(device);
-    ranks.all_reduce(on_device, comm::ReduceOp::kMax, 1, "(which gradients exist)")->wait();
-    votes = on_device.cpu();
+    // In host memory where the group serves that: the host need not wait for the device then.
+    all_reduce_small(ranks, votes, comm::ReduceOp::kMax, "(which gradients exist)");
   }
   return votes;
 }

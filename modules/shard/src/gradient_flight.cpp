@@ -63,22 +63,24 @@ bool GradientReducer::start_replica_stage(InFlight& reduction) {
   if (!engine_.replicas() || reduction.unit->whole || !reduction.publishes || !reduction.replica_works.empty()) {
     return false;
   }
-  std::size_t i = 0;
-  for (auto& flat : reduction.unit->flats) {
-    if (!flat->requires_grad) {
-      continue;
+  engine_.streams_.run(Lane::kReduce, [&] {
+    std::size_t i = 0;
+    for (auto& flat : reduction.unit->flats) {
+      if (!flat->requires_grad) {
+        continue;
+      }
+      if (reduction.works[i]) {
+        reduction.works[i]->wait();
+      }
+      if (flat->partial.defined()) {
+        reduction.outputs[i].add_(std::exchange(flat->partial, at::Tensor()));
+      }
+      reduction.replica_works.push_back(engine_.meter_.measure(engine_.replicas()->all_reduce(
+          reduction.outputs[i], comm::ReduceOp::kSum, engine_.divide_factor() / inner_divisor(*flat),
+          reduction.unit->name)));
+      ++i;
     }
-    if (reduction.works[i]) {
-      reduction.works[i]->wait();
-    }
-    if (flat->partial.defined()) {
-      reduction.outputs[i].add_(std::exchange(flat->partial, at::Tensor()));
-    }
-    reduction.replica_works.push_back(engine_.meter_.measure(engine_.replicas()->all_reduce(
-        reduction.outputs[i], comm::ReduceOp::kSum, engine_.divide_factor() / inner_divisor(*flat),
-        reduction.unit->name)));
-    ++i;
-  }
+  });
   ++engine_.stats_.all_reduces;
   engine_.event("all_reduce", *reduction.unit);
   return true;
@@ -86,49 +88,55 @@ bool GradientReducer::start_replica_stage(InFlight& reduction) {
 
 void GradientReducer::collect(InFlight& reduction) {
   const at::NoGradGuard no_grad;
-  const auto& works = reduction.replica_works.empty() ? reduction.works : reduction.replica_works;
-  std::size_t i = 0;
-  for (auto& flat : reduction.unit->flats) {
-    if (!flat->requires_grad) {
-      continue;
-    }
-    if (works[i]) {
-      works[i]->wait();
-    }
-    auto output = std::exchange(reduction.outputs[i], at::Tensor());
-    ++i;
-    if (!reduction.publishes) {
-      flat->partial = flat->partial.defined() ? flat->partial.add_(output) : output;
-      continue;
-    }
-    if (engine_.options().gradient_hook) {
-      engine_.options().gradient_hook(reduction.unit->name, output);
-    }
-    const bool collected = std::exchange(flat->collected, true);
-    if (output.is_same(flat->flat_grad)) {
-      continue;
-    }
-    if (flat->tier && !collected && !accumulates_on_leaves(*flat)) {
-      engine_.stage_.store(flat->flat_grad, output);
-      continue;
-    }
-    output = output.to(flat->flat_grad.device());
-    for (auto& member : flat->members) {
-      const auto part = output.narrow(0, member.leaf.storage_offset(), member.leaf.numel());
-      if (member.leaf.grad().defined()) {
-        member.leaf.mutable_grad().add_(part);
+  engine_.streams_.run(Lane::kReduce, [&] {
+    const auto& works = reduction.replica_works.empty() ? reduction.works : reduction.replica_works;
+    std::size_t i = 0;
+    for (auto& flat : reduction.unit->flats) {
+      if (!flat->requires_grad) {
         continue;
       }
-      engine_.stage_.finish_stores();
-      const auto hidden = flat->flat_grad.narrow(0, member.leaf.storage_offset(), member.leaf.numel());
-      collected ? hidden.add_(part) : hidden.copy_(part);
+      if (works[i]) {
+        works[i]->wait();
+      }
+      collect(*flat, reduction, std::exchange(reduction.outputs[i], at::Tensor()));
+      ++i;
     }
-  }
-  if (reduction.unit->whole) {
-    engine_.stage_.finish_stores(); // their source, the reduce buffer, is filled again
-  }
+    if (reduction.unit->whole) {
+      engine_.stage_.finish_stores(); // their source, the reduce buffer, is filled again
+    }
+  });
   if (reduction.publishes) {
     step_in_backward(*reduction.unit);
+  }
+}
+
+// From the reduction to the gradients of the leaves.
+void GradientReducer::collect(FlatParameter& flat, const InFlight& reduction, at::Tensor output) {
+  if (!reduction.publishes) {
+    flat.partial = flat.partial.defined() ? flat.partial.add_(output) : output;
+    return;
+  }
+  if (engine_.options().gradient_hook) {
+    engine_.options().gradient_hook(reduction.unit->name, output);
+  }
+  const bool collected = std::exchange(flat.collected, true);
+  if (output.is_same(flat.flat_grad)) {
+    return;
+  }
+  if (flat.tier && !collected && !accumulates_on_leaves(flat)) {
+    engine_.stage_.store(flat.flat_grad, output);
+    return;
+  }
+  output = output.to(flat.flat_grad.device());
+  for (auto& member : flat.members) {
+    const auto part = output.narrow(0, member.leaf.storage_offset(), member.leaf.numel());
+    if (member.leaf.grad().defined()) {
+      member.leaf.mutable_grad().add_(part);
+      continue;
+    }
+    engine_.stage_.finish_stores();
+    const auto hidden = flat.flat_grad.narrow(0, member.leaf.storage_offset(), member.leaf.numel());
+    collected ? hidden.add_(part) : hidden.copy_(part);
   }
 }
 
@@ -137,6 +145,7 @@ void GradientReducer::step_in_backward(Unit& unit) {
     return;
   }
   engine_.stage_.finish_stores();
+  engine_.streams_.join(Lane::kReduce);
   for (auto& flat : unit.flats) {
     if (!flat->requires_grad) {
       continue;
@@ -153,15 +162,11 @@ void GradientReducer::collect_all() {
   while (!in_flight_.empty()) {
     move_on();
   }
-  for (; !releasing_.empty(); releasing_.pop_front()) {
-    for (auto& work : releasing_.front().works) {
-      if (work) {
-        work->release();
-      }
-    }
-    free_buffers_.push_back(std::move(releasing_.front().buffer));
+  while (!releasing_.empty()) {
+    release_oldest();
   }
   engine_.stage_.finish_stores();
+  engine_.streams_.join(Lane::kReduce);
 }
 
 } // namespace ebb::shard

@@ -48,23 +48,32 @@ at::Tensor GradientReducer::take_buffer() {
       max_in_flight_ == 1 ? move_on() : move_oldest_on();
     }
     if (!releasing_.empty()) {
-      for (auto& work : releasing_.front().works) {
-        if (work) {
-          work->release();
-        }
-      }
-      free_buffers_.push_back(std::move(releasing_.front().buffer));
-      releasing_.pop_front();
+      release_oldest();
     }
   }
   if (!free_buffers_.empty()) {
     auto buffer = std::move(free_buffers_.back());
     free_buffers_.pop_back();
-    return buffer;
+    engine_.streams_.wait(buffer.free);
+    return std::move(buffer.memory);
   }
   ++num_buffers_;
   const auto device = engine_.units().front()->flats.front()->device;
   return allocate_for_comm(engine_.options().comm_allocator, buffer_bytes_, device);
+}
+
+void GradientReducer::release_oldest() {
+  auto& oldest = releasing_.front();
+  engine_.streams_.run(Lane::kReduce, [&] {
+    for (auto& work : oldest.works) {
+      if (work) {
+        work->release();
+      }
+    }
+    engine_.streams_.record(oldest.buffer.free);
+  });
+  free_buffers_.push_back(std::move(oldest.buffer));
+  releasing_.pop_front();
 }
 
 void GradientReducer::drop_hidden_gradients() {
@@ -199,7 +208,7 @@ void GradientReducer::keep_local(Unit& unit) {
       member.unsynced = member.unsynced || member.used;
     }
   }
-  free_buffers_.push_back(std::exchange(unit_buffers_[unit.index], at::Tensor()));
+  free_buffers_.push_back({std::exchange(unit_buffers_[unit.index], at::Tensor()), Mark()}); // compute's all along
 }
 
 void GradientReducer::start(Unit& unit) {
@@ -213,47 +222,62 @@ void GradientReducer::start(Unit& unit) {
   reduction.unit = &unit;
   reduction.publishes = engine_.publishes(unit);
   for (auto& flat : unit.flats) {
-    if (!flat->requires_grad) {
-      continue;
+    if (flat->requires_grad) {
+      prepare(*flat, reduction.publishes);
     }
-    auto input = slot(unit, *flat);
-    clear_gaps(*flat, input);
-    if (flat->unsynced.defined()) {
-      input.add_(std::exchange(flat->unsynced, at::Tensor()));
-    }
-    const bool adds = accumulates(*flat);
-    const bool shared = flat->flat_grad.defined() && flat->flat_grad.storage().use_count() > 1 && !adds;
-    if (reduction.publishes &&
-        (!flat->flat_grad.defined() || shared)) { // a user kept the last step's gradients: they stay theirs
-      flat->flat_grad = adds || flat->tier
-                            ? flat->zeros(flat->grad_dtype)
-                            : at::empty({flat->shard_numel}, flat->shard.options().dtype(flat->grad_dtype));
-    }
-    if (engine_.faults_.scaled_gradient == unit.index) {
-      input.mul_(1.01);
-    }
-    at::Tensor output = input;
-    if (!unit.whole) {
-      output = !reduction.publishes || adds || flat->tier || flat->grad_dtype != flat->reduce_dtype
-                   ? at::empty({flat->shard_numel}, input.options())
-                   : flat->flat_grad;
-    }
-    if (engine_.faults_.skipped_reduce == unit.index) {
-      if (!unit.whole) {
-        output.copy_(input.narrow(0, unit.group->rank() * flat->shard_numel, flat->shard_numel));
-      }
-      reduction.works.push_back(nullptr);
-    } else {
-      auto& ranks = unit.whole ? engine_.reduce_world() : engine_.reduce_group();
-      const GradientReduction request{
-          unit.name, input, output, ranks, unit.whole ? engine_.divide_factor() : inner_divisor(*flat), unit.whole};
-      const auto& hook = engine_.options().comm_hook;
-      reduction.works.push_back(engine_.meter_.measure(hook ? hook(request) : reduce_as_is(request)));
-    }
-    reduction.outputs.push_back(std::move(output));
   }
-  reduction.buffer = std::exchange(unit_buffers_[unit.index], at::Tensor());
+  engine_.streams_.follow(Lane::kReduce);
+  engine_.streams_.run(Lane::kReduce, [&] {
+    for (auto& flat : unit.flats) {
+      if (flat->requires_grad) {
+        launch(*flat, reduction);
+      }
+    }
+  });
+  reduction.buffer.memory = std::exchange(unit_buffers_[unit.index], at::Tensor());
   in_flight_.push_back(std::move(reduction));
+}
+
+// The whole input of a reduction, and where its gradient goes to.
+void GradientReducer::prepare(FlatParameter& flat, bool publishes) {
+  auto input = slot(*flat.unit, flat);
+  clear_gaps(flat, input);
+  if (flat.unsynced.defined()) {
+    input.add_(std::exchange(flat.unsynced, at::Tensor()));
+  }
+  const bool adds = accumulates(flat);
+  const bool shared = flat.flat_grad.defined() && flat.flat_grad.storage().use_count() > 1 && !adds;
+  if (publishes && (!flat.flat_grad.defined() || shared)) { // a user kept the last step's gradients: they stay theirs
+    flat.flat_grad = adds || flat.tier ? flat.zeros(flat.grad_dtype)
+                                       : at::empty({flat.shard_numel}, flat.shard.options().dtype(flat.grad_dtype));
+  }
+  if (engine_.faults_.scaled_gradient == flat.unit->index) {
+    input.mul_(1.01);
+  }
+}
+
+void GradientReducer::launch(FlatParameter& flat, InFlight& reduction) {
+  const Unit& unit = *flat.unit;
+  const auto input = slot(unit, flat);
+  at::Tensor output = input;
+  if (!unit.whole) {
+    output = !reduction.publishes || accumulates(flat) || flat.tier || flat.grad_dtype != flat.reduce_dtype
+                 ? at::empty({flat.shard_numel}, input.options())
+                 : flat.flat_grad;
+  }
+  if (engine_.faults_.skipped_reduce == unit.index) {
+    if (!unit.whole) {
+      output.copy_(input.narrow(0, unit.group->rank() * flat.shard_numel, flat.shard_numel));
+    }
+    reduction.works.push_back(nullptr);
+  } else {
+    auto& ranks = unit.whole ? engine_.reduce_world() : engine_.reduce_group();
+    const GradientReduction request{
+        unit.name, input, output, ranks, unit.whole ? engine_.divide_factor() : inner_divisor(flat), unit.whole};
+    const auto& hook = engine_.options().comm_hook;
+    reduction.works.push_back(engine_.meter_.measure(hook ? hook(request) : reduce_as_is(request)));
+  }
+  reduction.outputs.push_back(std::move(output));
 }
 
 // With copies of shards a sum passes through the reduction's dtype between the two collectives. There it is kept small

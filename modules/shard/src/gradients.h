@@ -1,6 +1,7 @@
 #pragma once
 
 #include "ebb/comm/work.h"
+#include "streams.h"
 #include "unit.h"
 
 #include <ATen/core/Tensor.h>
@@ -58,10 +59,14 @@ class GradientReducer {
   }
 
  private:
+  struct ReduceBuffer {
+    at::Tensor memory;
+    Mark free; ///< What used it last.
+  };
   struct InFlight {
     Unit* unit = nullptr;
     bool publishes = true; ///< Ends on the shards' gradients; otherwise in `partial`.
-    at::Tensor buffer;
+    ReduceBuffer buffer;
     std::vector<std::unique_ptr<comm::Work>> works; ///< One per trainable flat, as below.
     std::vector<std::unique_ptr<comm::Work>> replica_works; ///< The second stage, where shards have copies.
     std::vector<at::Tensor> outputs; ///< flat_grad itself where nothing is added or converted.
@@ -82,12 +87,16 @@ class GradientReducer {
   void clear_gaps(FlatParameter& flat, const at::Tensor& input);
   void keep_local(Unit& unit);
   void start(Unit& unit);
+  void prepare(FlatParameter& flat, bool publishes);
+  void launch(FlatParameter& flat, InFlight& reduction);
   double inner_divisor(const FlatParameter& flat) const;
   void make_room(const Unit& unit);
   void move_on();
   void move_oldest_on();
   bool start_replica_stage(InFlight& reduction);
   void collect(InFlight& reduction);
+  void collect(FlatParameter& flat, const InFlight& reduction, at::Tensor output);
+  void release_oldest();
   void collect_all();
   template <class Predicate>
   bool any_unit(Predicate predicate) const;
@@ -108,7 +117,7 @@ class GradientReducer {
   std::size_t max_in_flight_ = 1;
   std::int64_t buffer_bytes_ = 0;
   std::int64_t num_buffers_ = 0;
-  std::vector<at::Tensor> free_buffers_;
+  std::vector<ReduceBuffer> free_buffers_;
   std::vector<at::Tensor> unit_buffers_; ///< By unit index; undefined when the unit has none.
   std::deque<InFlight> in_flight_;
   std::deque<InFlight> releasing_; ///< Collected; peers may still be reading the buffer.

@@ -149,29 +149,66 @@ void ResidentSet::start_gather(Unit& unit, Frame frame, bool prefetch) {
   unit.frame = std::move(frame);
   unit.prefetched = prefetch;
   unit.residence = Residence::kGathering;
+  order_before_gather(unit);
   const auto& memory = unit.frame->memory;
-  for (auto& flat : unit.flats) {
-    flat->storage->fill(memory, flat->frame_offset);
+  const auto begin = [&](FlatParameter& flat) {
+    flat.storage->fill(memory, flat.frame_offset);
     const at::NoGradGuard no_grad;
-    const bool near = flat->near_slice.defined();
+    const bool near = flat.near_slice.defined();
     const ParameterGather request{
-        unit.name, near ? flat->near_slice : engine_.stage_.take(*flat),
+        unit.name, near ? flat.near_slice : engine_.stage_.take(flat),
         // A tensor of its own: a gather that is abandoned keeps the memory until the transport is done with it.
-        memory.narrow(0, flat->frame_offset, flat->padded_bytes()).view(flat->dtype),
+        memory.narrow(0, flat.frame_offset, flat.padded_bytes()).view(flat.dtype),
         near ? *unit.near_group : *unit.group, near};
     const auto& hook = engine_.options().gather_hook;
     const bool hooked = hook && !unit.whole && !gathers_exactly_;
-    unit.gathers.push_back(engine_.meter_.measure(hooked ? hook(request) : gather_as_is(request)));
-  }
+    return hooked ? hook(request) : gather_as_is(request);
+  };
+  engine_.streams_.run(Lane::kGather, [&] {
+    for (auto& flat : unit.flats) {
+      unit.gathers.push_back(engine_.meter_.measure(begin(*flat)));
+    }
+  });
   check_invariant();
 }
 
-void ResidentSet::finish_gather(Unit& unit) {
-  for (auto& gather : unit.gathers) {
-    gather->wait();
-    unreleased_.push_back(std::move(gather));
+void ResidentSet::order_before_gather(Unit& unit) {
+  const auto& streams = engine_.streams_;
+  if (!streams.any()) {
+    return;
   }
-  unit.gathers.clear();
+  if (unit.shard_written) {
+    streams.follow(Lane::kGather);
+    for (const auto& other : engine_.units()) { // their writes were given to the same stream, and before this
+      other->shard_written = false;
+    }
+  }
+  if (!unit.frame->used.recorded()) { // its memory was the current stream's before
+    streams.record(unit.frame->used);
+  }
+  streams.run(Lane::kGather, [&] {
+    streams.wait(unit.frame->used);
+    streams.wait(unit.near_ready);
+  });
+}
+
+void ResidentSet::mark_used(Unit& unit) {
+  if (unit.use_unmarked && unit.frame) {
+    engine_.streams_.record(unit.frame->used);
+  }
+  unit.use_unmarked = false;
+}
+
+void ResidentSet::finish_gather(Unit& unit) {
+  engine_.streams_.run(Lane::kGather, [&] {
+    for (auto& gather : unit.gathers) {
+      gather->wait();
+      unreleased_.push_back(std::move(gather));
+    }
+    unit.gathers.clear();
+    engine_.streams_.record(unit.ready);
+  });
+  engine_.streams_.wait(unit.ready);
   unit.residence = Residence::kResident;
   while (unreleased_.size() > kMaxUnreleased) {
     unreleased_.front()->release();
@@ -202,6 +239,7 @@ void ResidentSet::reshard(Unit& unit) {
   if (unit.near_group && engine_.current_pass() == Pass::kForward) {
     keep_near_slice(unit);
   }
+  mark_used(unit);
   log::debug("reshard unit '{}' {} bytes", unit.name, unit.bytes);
   for (auto& flat : unit.flats) {
     flat->storage->empty(no_data_message(*flat));
@@ -223,8 +261,10 @@ void ResidentSet::keep_near_slice(Unit& unit) {
       const auto numel = flat->padded_numel / n;
       flat->near_slice = flat->flat.narrow(0, unit.near_group->rank() * numel, numel).clone();
       near_bytes_ += static_cast<std::int64_t>(flat->near_slice.nbytes());
+      unit.use_unmarked = true;
     }
   }
+  engine_.streams_.record(unit.near_ready);
 }
 
 void ResidentSet::drop_near_slices() {
@@ -243,15 +283,19 @@ void ResidentSet::drop_near_slice(Unit& unit) {
 }
 
 at::Tensor ResidentSet::gather_full(FlatParameter& flat) {
-  const auto shard = engine_.stage_.take(flat);
-  auto memory = at::empty({flat.padded_numel}, shard.options());
+  auto memory = at::empty({flat.padded_numel}, at::TensorOptions().dtype(flat.master_dtype).device(flat.device));
   const auto bytes = static_cast<std::int64_t>(memory.nbytes());
   held_bytes_ += bytes;
   kept_bytes_ += bytes;
   peak_held_bytes_ = std::max(peak_held_bytes_, held_bytes_);
-  const auto work = flat.unit->group->all_gather(memory, shard, flat.unit->name);
-  work->wait();
-  work->release();
+  engine_.streams_.follow(Lane::kGather);
+  engine_.streams_.run(Lane::kGather, [&] {
+    const auto shard = engine_.stage_.take(flat);
+    const auto work = flat.unit->group->all_gather(memory, shard, flat.unit->name);
+    work->wait();
+    work->release();
+  });
+  engine_.streams_.join(Lane::kGather);
   return memory;
 }
 

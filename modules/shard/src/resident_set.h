@@ -47,6 +47,8 @@ class ResidentSet {
   void finish_gather(Unit& unit);
   /// Waits until peers have read what they gather from this rank's shards, which may then be written.
   void release_gathers();
+  /// After the operators that have read the unit so far.
+  void mark_used(Unit& unit);
   /// Gives the unit's memory back. It must not be pinned.
   void reshard(Unit& unit);
   /// Frees what integer reshard_after_forward has kept: at the end of backward, and where the shard changes.
@@ -82,6 +84,7 @@ class ResidentSet {
   bool give_up_one();
   void leave_share();
   void start_gather(Unit& unit, Frame frame, bool prefetch);
+  void order_before_gather(Unit& unit);
   void keep_near_slice(Unit& unit);
   void add_held(const Unit& unit, bool extra, std::int64_t sign);
   void check_invariant() const;

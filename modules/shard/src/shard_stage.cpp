@@ -12,18 +12,20 @@
 namespace ebb::shard {
 
 bool ShardStage::fetch(const Unit& unit) {
-  bool began = false;
-  for (const auto& flat : unit.flats) {
-    if (staged_.contains(flat.get())) {
-      continue;
+  return streams_.run(Lane::kGather, [&] {
+    bool began = false;
+    for (const auto& flat : unit.flats) {
+      if (staged_.contains(flat.get())) {
+        continue;
+      }
+      auto shard = at::empty({flat->shard_numel}, flat->shard.options().device(flat->device));
+      bytes_ += static_cast<std::int64_t>(shard.nbytes());
+      auto copy = tier_->fetch(shard, flat->shard);
+      staged_.emplace(flat.get(), Staged{std::move(shard), std::move(copy)});
+      began = true;
     }
-    auto shard = at::empty({flat->shard_numel}, flat->shard.options().device(flat->device));
-    bytes_ += static_cast<std::int64_t>(shard.nbytes());
-    auto copy = tier_->copy(shard, flat->shard);
-    staged_.emplace(flat.get(), Staged{std::move(shard), std::move(copy)});
-    began = true;
-  }
-  return began;
+    return began;
+  });
 }
 
 at::Tensor ShardStage::take(const FlatParameter& flat) {
@@ -34,7 +36,7 @@ at::Tensor ShardStage::take(const FlatParameter& flat) {
   auto staged = std::move(staged_.at(&flat));
   staged_.erase(&flat);
   bytes_ -= static_cast<std::int64_t>(staged.shard.nbytes());
-  staged.copy->wait();
+  streams_.run(Lane::kGather, [&] { staged.copy->wait(); });
   taken_[&flat] = std::move(staged.copy);
   return staged.shard;
 }
@@ -48,10 +50,12 @@ void ShardStage::drop(const Unit& unit) {
 void ShardStage::drop(const FlatParameter& flat) {
   taken_.erase(&flat); // its end waits on the host
   if (const auto found = staged_.find(&flat); found != staged_.end()) {
-    const auto staged = std::move(found->second);
-    staged_.erase(found);
-    bytes_ -= static_cast<std::int64_t>(staged.shard.nbytes());
-    staged.copy->wait();
+    streams_.run(Lane::kGather, [&] {
+      const auto staged = std::move(found->second);
+      staged_.erase(found);
+      bytes_ -= static_cast<std::int64_t>(staged.shard.nbytes());
+      staged.copy->wait();
+    });
   }
 }
 
@@ -83,7 +87,7 @@ int ShardStage::units() const {
 }
 
 void ShardStage::store(const at::Tensor& to, const at::Tensor& from) {
-  stores_.push_back(tier_->copy(to, from));
+  stores_.push_back(tier_->store(to, from));
 }
 
 void ShardStage::finish_stores() {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "offload.h"
+#include "streams.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -19,12 +20,13 @@ struct Unit;
 // copy. Copies of the units expected next begin while others compute, one unit beyond those that are gathered ahead. The
 // copy lives until peers have read it; a write to the shard, by an optimizer, waits for copies of it and drops them.
 // Gradients go the other way, from the reduction's output to the tier, and are waited for at the end of backward.
+// Copies on the device are memory of the gather lane, and gradients that are copied that of the reduction lane.
 
 /// The copies of offloaded shards on their way to a gather, and of gradients on their way back. Does nothing where there
 /// is no tier. Guarded by its engine's lock.
 class ShardStage {
  public:
-  explicit ShardStage(std::shared_ptr<Tier> tier) : tier_(std::move(tier)) {}
+  ShardStage(std::shared_ptr<Tier> tier, const Streams& streams) : tier_(std::move(tier)), streams_(streams) {}
 
   const std::shared_ptr<Tier>& tier() const {
     return tier_;
@@ -37,7 +39,7 @@ class ShardStage {
   void drop(const Unit& unit);
   void drop_all();
 
-  /// Begins to copy a gradient to the tier.
+  /// Begins to copy a gradient to the tier. In the reduction lane.
   void store(const at::Tensor& to, const at::Tensor& from);
   void finish_stores();
 
@@ -59,6 +61,7 @@ class ShardStage {
   void drop(const FlatParameter& flat);
 
   std::shared_ptr<Tier> tier_;
+  const Streams& streams_;
   std::unordered_map<const FlatParameter*, Staged> staged_;
   std::unordered_map<const FlatParameter*, std::shared_ptr<Copy>> taken_; ///< May still be reading the shard.
   std::vector<std::shared_ptr<Copy>> stores_;

@@ -3,6 +3,7 @@
 #include "ebb/comm/communicator.h"
 #include "flat_parameter.h"
 #include "frame_pool.h"
+#include "streams.h"
 
 #include <cstdint>
 #include <memory>
@@ -48,6 +49,12 @@ struct Unit {
   bool kept = false; ///< Not in one of the frames: kept by its strategy or a full-parameter scope.
   bool prefetched = false; ///< Gathered ahead and not used since.
   bool held = false; ///< By ShardedModel::unshard(): not evicted.
+  // See Note [Streams].
+  Mark ready; ///< The newest gather.
+  Mark near_ready; ///< The flats' near slices.
+  bool use_unmarked = false; ///< Operators have read the frame since frame->used was recorded.
+  bool shard_written = true; ///< Since the gather lane has followed compute.
+
   std::int64_t last_use = 0; ///< Tick of the newest visit, for least-recently-used.
 
   // Reduction state of one backward.

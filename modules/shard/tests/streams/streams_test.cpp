@@ -1,0 +1,263 @@
+#include "streams/recorded_device.h"
+
+#include "ebb/shard/optim.h"
+#include "engine.h"
+#include "support.h"
+
+#include <algorithm>
+#include <functional>
+#include <set>
+
+namespace ebb::shard {
+namespace {
+
+using test::Hazard;
+using test::make_subject;
+using test::RecordedDevice;
+using test::shard_subject;
+using test::wrap_everything;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+using Group = std::shared_ptr<comm::Communicator>;
+using Change = std::function<void(ShardOptions&, const Group&)>;
+
+constexpr int kStreamSteps = 3;
+
+/// A training, and what is done in it.
+struct Training {
+  std::string name;
+  Change change = [](auto&, const auto&) {};
+  int ranks = 1;
+  bool accumulate = false;
+  bool evaluate = false;
+  bool optimizer_in_backward = false;
+  bool scope = false; ///< Writes to whole parameters between steps.
+  bool host = false; ///< Whether the host may wait for the device.
+};
+
+void offload(ShardOptions& options) {
+  options.offload = OffloadPolicy{.tier = OffloadTier::kFile};
+}
+
+std::vector<Training> trainings() {
+  return {
+      {"full_shard"},
+      {"two_ranks", [](auto&, const auto&) {}, 2},
+      {"zero2", [](auto& o, const auto&) { o.strategy = Strategy::kShardGradOp; }},
+      {"no_shard", [](auto& o, const auto&) { o.strategy = Strategy::kNoShard; }},
+      {"hybrid", [](auto& o, const auto& g) { o.mesh = comm::Mesh::replicate_by_shard(g, 2, 2); }, 4},
+      {"neighbours",
+       [](auto& o, const auto&) {
+         o.unit_options = [](const ModuleInfo&) { return UnitOptions{.reshard_after_forward = 2}; };
+       },
+       4},
+      {"one_frame", [](auto& o, const auto&) { o.frames = 1, o.prefetch = 0; }},
+      {"far_ahead", [](auto& o, const auto&) { o.prefetch = 3; }},
+      {"bf16", [](auto& o, const auto&) { o.mixed_precision = mixed_precision("bf16"); }},
+      {"bf16_hook",
+       [](auto& o, const auto&) {
+         o.comm_hook = bf16_compress_hook();
+         o.gradient_hook = [](const std::string&, at::Tensor& gradient) { gradient.mul_(0.5); };
+       }},
+      {.name = "accumulation", .accumulate = true},
+      {.name = "evaluation", .evaluate = true},
+      {.name = "optimizer_in_backward", .optimizer_in_backward = true},
+      {.name = "scope", .scope = true},
+      {.name = "scope_bf16",
+       .change = [](auto& o, const auto&) { o.mixed_precision = mixed_precision("bf16"); },
+       .scope = true},
+      {.name = "offload", .change = [](auto& o, const auto&) { offload(o); }, .host = true},
+      {.name = "offload_all",
+       .change =
+           [](auto& o, const auto&) {
+             offload(o);
+             o.prefetch = 2;
+             o.mixed_precision = mixed_precision("bf16");
+           },
+       .ranks = 2,
+       .accumulate = true,
+       .evaluate = true,
+       .scope = true,
+       .host = true},
+  };
+}
+
+const Training& training(const std::string& name) {
+  static const auto all = trainings();
+  return *std::find_if(all.begin(), all.end(), [&](const auto& one) { return one.name == name; });
+}
+
+/// Trains on `group`, on the device's streams where there is one. All losses, and the parameters at the end.
+std::vector<at::Tensor> train(const Training& how, Group group, RecordedDevice* device, const std::string& kind) {
+  if (device) {
+    group = device->over(std::move(group));
+  }
+  auto subject = make_subject(kind);
+  ShardOptions options{.mesh = comm::Mesh(group), .wrap = wrap_everything()};
+  how.change(options, group);
+  auto model = shard_subject(subject, options);
+  if (device) {
+    model.engine().use_streams(RecordedDevice::device());
+  }
+  torch::optim::AdamW optimizer(model.parameters(), torch::optim::AdamWOptions(1e-2));
+  if (how.optimizer_in_backward) {
+    model.set_optimizer_in_backward([](const std::string&, at::Tensor& leaf) {
+      const at::NoGradGuard no_grad;
+      leaf.sub_(leaf.grad(), 0.1);
+      leaf.mutable_grad() = at::Tensor();
+    });
+  }
+  std::vector<at::Tensor> results;
+  for (int step = 0; step < kStreamSteps; ++step) {
+    if (how.evaluate) {
+      const at::NoGradGuard no_grad;
+      results.push_back(subject.loss(step + 50, group->rank()).clone());
+    }
+    if (how.accumulate) {
+      subject.loss(step + 100, group->rank()).backward();
+      const auto scope = model.no_sync();
+      subject.loss(step + 200, group->rank()).backward();
+    }
+    auto loss = subject.loss(step, group->rank());
+    loss.backward();
+    results.push_back(loss.detach().clone());
+    if (!how.optimizer_in_backward) {
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    if (how.scope) {
+      auto scope = model.full_parameters();
+      const at::NoGradGuard no_grad;
+      for (auto& [name, parameter] : subject.parameters()) {
+        parameter.mul_(0.9);
+      }
+      scope.close();
+    }
+  }
+  for (const auto& leaf : model.parameters()) {
+    results.push_back(leaf.detach().clone());
+  }
+  return results;
+}
+
+std::string texts_of(const std::vector<Hazard>& hazards) {
+  std::string text;
+  for (const auto& hazard : hazards) {
+    text += "  " + hazard.text() + "\n";
+  }
+  return text;
+}
+
+class OnStreams : public ::testing::TestWithParam<Training> {};
+
+TEST_P(OnStreams, NothingIsReadBeforeItsWriteOrReusedBeforeItsLastUse) {
+  const auto& how = GetParam();
+  for (const std::string kind : {"gpt", "mlp"}) {
+    ebb::test::spawn_ranks(how.ranks, [&](const auto& group) {
+      const auto expected = train(how, group, nullptr, kind);
+      RecordedDevice device;
+      const auto results = train(how, group, &device, kind);
+      EXPECT_THAT(texts_of(device.hazards()), IsEmpty()) << kind;
+      EXPECT_GT(device.num_operators(), 200);
+      EXPECT_GT(device.waits("compute", "reduce"), 0);
+      EXPECT_GT(device.waits("reduce", "compute"), 0);
+      EXPECT_GT(device.waits("reduce", "nccl"), 0);
+      if (how.name != "no_shard") {
+        EXPECT_GT(device.waits("gather", "compute"), 0);
+        EXPECT_GT(device.waits("compute", "gather"), 0);
+        EXPECT_GT(device.waits("gather", "nccl"), 0);
+      }
+      if (how.host) {
+        EXPECT_GT(device.waits("gather", "copy"), 0);
+        EXPECT_GT(device.waits("host", "copy"), 0);
+      } else { // the host runs ahead: a step never waits for the device
+        for (const std::string stream : {"compute", "gather", "reduce", "copy", "nccl"}) {
+          EXPECT_EQ(device.waits("host", stream), 0) << stream;
+        }
+      }
+      ASSERT_EQ(results.size(), expected.size());
+      for (std::size_t i = 0; i < results.size(); ++i) {
+        EXPECT_TRUE(at::equal(results[i], expected[i])) << kind << ", result " << i;
+      }
+    });
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, OnStreams, ::testing::ValuesIn(trainings()), [](const auto& info) {
+  return info.param.name;
+});
+
+/// An order that is left out, and a hazard that must then be seen.
+struct Missing {
+  std::string name;
+  std::string training;
+  std::string waiter;
+  std::string source;
+  Hazard::Kind kind;
+  std::string first; ///< Part of Hazard::first,
+  std::string then; ///< and of Hazard::then.
+};
+
+std::vector<Missing> missing() {
+  constexpr auto kRead = Hazard::Kind::kReadBeforeWrite;
+  constexpr auto kReuse = Hazard::Kind::kReuseBeforeLastUse;
+  return {
+      {"frame_before_its_last_use", "full_shard", "gather", "compute", kReuse, "mm on compute", "all_gather on nccl"},
+      {"shard_before_the_optimizer", "full_shard", "gather", "compute", kRead, "addcdiv_ on compute",
+       "all_gather on nccl"},
+      {"near_slice_before_its_copy", "neighbours", "gather", "compute", kRead, "clone on compute",
+       "all_gather on nccl"},
+      {"shard_before_a_scope_ends", "scope", "gather", "compute", kRead, "copy_ on compute", "all_gather on nccl"},
+      {"parameters_before_the_gather", "full_shard", "compute", "gather", kRead, "all_gather on nccl", "mm on compute"},
+      {"write_before_the_gather_has_read", "optimizer_in_backward", "compute", "gather", kReuse, "all_gather on nccl",
+       "sub_ on compute"},
+      {"cast_before_the_gather_has_read", "bf16", "gather", "nccl", kReuse, "all_gather on nccl",
+       "next life on gather"},
+      {"gather_before_it_is_waited_for", "full_shard", "gather", "nccl", kRead, "all_gather on nccl", "mm on compute"},
+      {"cast_before_it_is_made", "bf16", "nccl", "gather", kRead, "on gather", "all_gather on nccl"},
+      {"reduction_before_the_gradient", "full_shard", "reduce", "compute", kRead, "copy_ on compute",
+       "reduce_scatter on nccl"},
+      {"reduction_before_it_is_waited_for", "full_shard", "reduce", "nccl", kRead, "reduce_scatter on nccl",
+       "on compute"},
+      {"optimizer_before_the_reduction", "full_shard", "compute", "reduce", kRead, "reduce_scatter on nccl",
+       "on compute"},
+      {"buffer_before_the_reduction_has_read", "full_shard", "compute", "reduce", kReuse, "reduce_scatter on nccl",
+       "copy_ on compute"},
+      {"optimizer_in_backward_before_the_reduction", "optimizer_in_backward", "compute", "reduce", kRead,
+       "reduce_scatter on nccl", "sub_ on compute"},
+      {"all_reduce_of_copies_before_the_reduction", "hybrid", "reduce", "nccl", kReuse, "reduce_scatter on nccl",
+       "all_reduce on nccl"},
+      {"gather_before_the_copy", "offload", "gather", "copy", kRead, "copy_ on copy", "all_gather on nccl"},
+      {"copy_before_its_memory_is_free", "offload", "copy", "gather", kReuse, "on gather", "copy_ on copy"},
+      {"copy_before_the_reduction", "offload", "copy", "reduce", kRead, "reduce_scatter on nccl", "copy_ on copy"},
+      {"host_before_the_gradient_came", "offload", "host", "copy", kRead, "copy_ on copy", "on host"},
+      {"host_before_the_shard_was_read", "offload", "host", "copy", kReuse, "copy_ on copy", "addcdiv_ on host"},
+  };
+}
+
+class WithoutAnOrder : public ::testing::TestWithParam<Missing> {};
+
+TEST_P(WithoutAnOrder, AHazardIsSeen) {
+  const auto& left_out = GetParam();
+  const auto& how = training(left_out.training);
+  ebb::test::spawn_ranks(how.ranks, [&](const auto& group) {
+    RecordedDevice device;
+    device.ignore(left_out.waiter, left_out.source);
+    (void)train(how, group, &device, "gpt");
+    const auto hazards = device.hazards();
+    const bool seen = std::any_of(hazards.begin(), hazards.end(), [&](const Hazard& hazard) {
+      return hazard.kind == left_out.kind && hazard.first.find(left_out.first) != std::string::npos &&
+             hazard.then.find(left_out.then) != std::string::npos;
+    });
+    EXPECT_TRUE(seen) << "without waits of " << left_out.waiter << " for " << left_out.source << ":\n"
+                      << texts_of(hazards);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(All, WithoutAnOrder, ::testing::ValuesIn(missing()), [](const auto& info) {
+  return info.param.name;
+});
+
+} // namespace
+} // namespace ebb::shard

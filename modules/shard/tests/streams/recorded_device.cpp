@@ -151,6 +151,9 @@ class RecordedDevice::Impl : public std::enable_shared_from_this<Impl> {
   void allocate(void* data, std::size_t size) {
     const std::lock_guard lock(mutex_);
     const auto begin = reinterpret_cast<std::uintptr_t>(data);
+    for (auto old = blocks_.lower_bound(begin); old != blocks_.end() && old->first < begin + size;) {
+      old = blocks_.erase(old); // the host's, of memory that was given back meanwhile
+    }
     // What the stream did before may have been to the same memory.
     blocks_[begin] = {
         begin + size,
@@ -502,8 +505,16 @@ struct RecordedDeviceHooks {
 
   class Work final : public comm::Work {
    public:
-    Work(std::unique_ptr<comm::Work> work, RecordedEvent done, std::vector<at::Tensor> tensors)
-        : work_(std::move(work)), done_(done), tensors_(std::move(tensors)) {}
+    using Kept = std::vector<std::vector<at::Tensor>>;
+    Work(
+        std::unique_ptr<comm::Work> work, RecordedEvent done, std::vector<at::Tensor> tensors,
+        std::shared_ptr<Kept> abandoned)
+        : work_(std::move(work)), done_(done), tensors_(std::move(tensors)), abandoned_(std::move(abandoned)) {}
+    ~Work() override {
+      if (!tensors_.empty()) {
+        abandoned_->push_back(std::move(tensors_));
+      }
+    }
     bool poll() override {
       return false; // no stream may count on what the host has seen
     }
@@ -524,13 +535,21 @@ struct RecordedDeviceHooks {
    private:
     std::unique_ptr<comm::Work> work_;
     RecordedEvent done_;
-    std::vector<at::Tensor> tensors_; ///< As c10d does: until wait().
+    std::vector<at::Tensor> tensors_; ///< As c10d does: until wait(), or until it is done.
+    std::shared_ptr<Kept> abandoned_;
   };
 
   class Communicator final : public ebb::test::ForwardingCommunicator {
    public:
     explicit Communicator(std::shared_ptr<comm::Communicator> group)
         : ForwardingCommunicator(std::move(group)), stream_(Impl::here->new_stream("nccl")) {}
+    ~Communicator() override {
+      if (Impl::here && !abandoned_->empty()) { // what was abandoned is dropped when the host knows that it is done
+        RecordedEvent all;
+        Impl::here->record(all, stream_);
+        Impl::here->wait(kHost, all);
+      }
+    }
 
     std::unique_ptr<comm::Work> all_gather(
         const at::Tensor& output, const at::Tensor& input, std::string_view unit) override {
@@ -581,9 +600,10 @@ struct RecordedDeviceHooks {
       recorder.work(name, ranges, stream_);
       recorder.record(event, stream_);
       inputs.insert(inputs.end(), outputs.begin(), outputs.end());
-      return std::make_unique<Work>(std::move(work), event, std::move(inputs));
+      return std::make_unique<Work>(std::move(work), event, std::move(inputs), abandoned_);
     }
     int stream_;
+    std::shared_ptr<Work::Kept> abandoned_ = std::make_shared<Work::Kept>();
   };
 };
 

@@ -48,7 +48,7 @@ std::shared_ptr<SavedActivation> ActivationStore::save(const at::Tensor& tensor)
   auto place = tier_->zeros(tensor.numel(), tensor.scalar_type()).as_strided(saved->sizes, saved->strides);
   saved->source = tensor.detach();
   saved->version = saved->source._version();
-  saved->leaving = tier_->copy(place, saved->source);
+  saved->leaving = tier_->store(place, saved->source);
   saved->place = std::move(place);
   stats_.stored_bytes += static_cast<std::int64_t>(tensor.nbytes());
   stats_.live_bytes += static_cast<std::int64_t>(tensor.nbytes());
@@ -124,7 +124,7 @@ void ActivationStore::settle(SavedActivation& saved) {
 
 void ActivationStore::fetch(SavedActivation& saved) {
   saved.back = at::empty_strided(saved.sizes, saved.strides, saved.options);
-  saved.returning = tier_->copy(saved.back, saved.place);
+  saved.returning = tier_->fetch(saved.back, saved.place);
   stats_.fetched_bytes += static_cast<std::int64_t>(saved.back.nbytes());
   ++stats_.fetched;
 }

@@ -9,8 +9,8 @@ namespace ebb::shard {
 namespace {
 
 // Hooks are owned by the model's parameters, which may outlive the engine: they go through the owner block.
-struct PostAccumulate final : torch::autograd::PostAccumulateGradHook {
-  PostAccumulate(std::shared_ptr<PageOwner> owner, std::size_t member) : owner(std::move(owner)), member(member) {}
+struct AfterGradient final : torch::autograd::PostAccumulateGradHook {
+  AfterGradient(std::shared_ptr<PageOwner> owner, std::size_t member) : owner(std::move(owner)), member(member) {}
   void operator()(const at::Tensor& /*parameter*/) override {
     if (auto* engine = owner->engine.load(std::memory_order_acquire)) {
       engine->on_gradient(*owner->flat->unit, *owner->flat, owner->flat->members[member]);
@@ -28,7 +28,7 @@ void attach_gradient_hooks(FlatParameter& flat) {
   }
   for (std::size_t i = 0; i < flat.members.size(); ++i) {
     auto& parameter = flat.members[i].parameter;
-    torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::make_unique<PostAccumulate>(flat.owner, i));
+    torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::make_unique<AfterGradient>(flat.owner, i));
     // Runs before the gradient is accumulated: see Note [Sentinel gradients].
     parameter.register_hook([owner = flat.owner, i](at::Tensor grad) {
       if (owner->engine.load(std::memory_order_acquire)) {

@@ -1,14 +1,15 @@
 #pragma once
 
 #include "ebb/comm/communicator.h"
+#include "streams/stream_books.h"
 
 #include <c10/core/Device.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstdint>
-#include <map>
 #include <memory>
+#include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace ebb::shard::test {
@@ -22,18 +23,6 @@ namespace ebb::shard::test {
 // elsewhere, such as a mapped file, is the host's: operators on it run on the host, which waits for the stream where they
 // use the device's memory as well, unless they are non-blocking copies. Each stream has a vector clock; events carry
 // clocks from one stream to another. None of this looks at what the engine claims to use.
-
-/// Two uses of the same bytes of which one is a write, and which no event puts in order.
-struct Hazard {
-  enum class Kind : std::uint8_t {
-    kReadBeforeWrite, ///< A read that may come before the write of what it reads.
-    kReuseBeforeLastUse, ///< A write, or the end of a block, that may come before the last use of what was there.
-  };
-  Kind kind;
-  std::string first; ///< "all_gather on nccl": what comes first in the host's order.
-  std::string then; ///< "mm on compute"
-  std::string text() const;
-};
 
 /// From its construction to its end, what this thread does is work of streams: one "compute" stream, current at first,
 /// those that are taken from the pool, named "gather", "reduce", "copy", "pool 3", ... in the order of being taken, and
@@ -65,9 +54,8 @@ class RecordedDevice {
   std::int64_t waits(const std::string& waiter, const std::string& source) const;
 
  private:
-  class Impl;
-  std::shared_ptr<Impl> impl_;
-  friend struct RecordedDeviceHooks;
+  std::shared_ptr<StreamBooks> books_;
+  std::optional<c10::impl::ForceDispatchKeyGuard> sees_;
 };
 
 } // namespace ebb::shard::test

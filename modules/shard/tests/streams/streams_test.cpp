@@ -219,10 +219,10 @@ INSTANTIATE_TEST_SUITE_P(All, OnStreams, ::testing::ValuesIn(trainings()), [](co
 
 /// An order that is left out, and a hazard that must then be seen.
 struct Missing {
-  std::string name;
-  std::string training;
-  std::string waiter;
-  std::string source; ///< One, or two where either is enough: "gather+nccl".
+  std::string name = {};
+  std::string training = {};
+  std::string waiter = {};
+  std::string source = {}; ///< One, or two where either is enough: "gather+nccl".
   Hazard::Kind kind;
   std::string first; ///< Part of Hazard::first,
   std::string then; ///< and of Hazard::then.
@@ -300,6 +300,32 @@ TEST_P(WithoutAnOrder, AHazardIsSeen) {
 INSTANTIATE_TEST_SUITE_P(All, WithoutAnOrder, ::testing::ValuesIn(missing()), [](const auto& info) {
   return info.param.name;
 });
+
+TEST(ReplicateOnStreams, GradientsAreReadAfterTheirBucketsAreReduced) {
+  for (const bool waits : {true, false}) {
+    RecordedDevice device;
+    if (!waits) {
+      device.ignore("compute", "nccl");
+    }
+    auto subject = make_subject("mlp");
+    auto model =
+        replicate(*subject.module, {.mesh = comm::Mesh(device.over(comm::single())), .first_bucket_bytes = 64});
+    torch::optim::SGD optimizer(model.parameters(), torch::optim::SGDOptions(0.1));
+    for (int step = 0; step < kStreamSteps; ++step) {
+      subject.loss(step, 0).backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    const auto hazards = device.hazards();
+    if (waits) {
+      EXPECT_THAT(texts_of(hazards), IsEmpty());
+    } else {
+      EXPECT_TRUE(
+          shows(hazards, {.kind = Hazard::Kind::kReadBeforeWrite, .first = "all_reduce on nccl", .then = "on compute"}))
+          << texts_of(hazards);
+    }
+  }
+}
 
 // A single wait, of all that a training makes. Some are there for other orders of use, and missed by none here; but each
 // kind of hazard that this training can have shows for the lack of one.

@@ -8,6 +8,7 @@ import ctypes
 import json
 import math
 import os
+import pathlib
 import resource
 import sys
 import time
@@ -16,6 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+sys.dont_write_bytecode = True
+
+from fsdp.subjects import LowPrecisionFloor, make_subject  # noqa: E402
 
 
 class Block(nn.Module):
@@ -61,24 +67,36 @@ class Gpt(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-def wrap(mode, model, world):
-    """The same units everywhere: each block one, and the rest."""
-    if mode == "fsdp2":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+def fully_shard_units(args, model, world):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-        mesh = init_device_mesh("cpu", (world,))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-    if mode == "fsdp1":
+    if args.replicate > 1:
+        shape, names = (args.replicate, world // args.replicate), ("replicate", "shard")
+    else:
+        shape, names = (world,), ("shard",)
+    options = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
+    if args.case == "bf16":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    elif args.case == "offload":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)  # Pinning asks for an accelerator's driver.
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def wrap(args, model, world):
+    """The same units everywhere: each block one, and the rest."""
+    if args.mode == "fsdp2":
+        return fully_shard_units(args, model, world)
+    if args.mode == "fsdp1":
         from torch.distributed.fsdp import FullyShardedDataParallel
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
         return FullyShardedDataParallel(
             model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"), use_orig_params=True
         )
-    if mode == "ddp":
+    if args.mode == "ddp":
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     return model
 
@@ -86,22 +104,47 @@ def wrap(mode, model, world):
 class Contender:
     """Model and optimizer under one strategy."""
 
-    def __init__(self, mode, world, shape, optimizer):
+    def __init__(self, args, world, shape):
         torch.manual_seed(0)
-        model = Gpt(**shape)
+        model = make_subject(args.case, Gpt(**shape))
         self.num_parameters = sum(p.numel() for p in model.parameters())
+        self.num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.vocabulary = shape["vocabulary"]
-        self.model = wrap(mode, model, world)
+        self.micro_batches = args.micro_batches
+        self.switches_sync = args.mode == "fsdp2" and args.micro_batches > 1
+        self.low_precision = LowPrecisionFloor(model) if args.mode == "floor" and args.case == "bf16" else None
+        self.model = model if self.low_precision else wrap(args, model, world)
+        trained = self.low_precision.masters if self.low_precision else self.model.parameters()
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, fused=optimizer == "fused"
-        )
+            [p for p in trained if p.requires_grad],
+            lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, fused=args.optimizer == "fused",
+        )  # fmt: skip
+
+    def loss(self, x, y):
+        return F.cross_entropy(self.model(x).float().view(-1, self.vocabulary), y.view(-1))
+
+    def update(self):
+        if self.low_precision:
+            self.low_precision.update(self.optimizer)
+        else:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
     def step(self, x, y):
-        loss = F.cross_entropy(self.model(x).view(-1, self.vocabulary), y.view(-1))
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
+        if self.micro_batches == 1:
+            loss = self.loss(x, y)
+            loss.backward()
+            self.update()
+            return loss.detach()
+        total = 0.0
+        for i, (tokens, targets) in enumerate(zip(x.chunk(self.micro_batches), y.chunk(self.micro_batches))):
+            if self.switches_sync:
+                self.model.set_requires_gradient_sync(i + 1 == self.micro_batches)
+            loss = self.loss(tokens, targets) / self.micro_batches
+            loss.backward()
+            total = total + loss.detach()
+        self.update()
+        return total
 
 
 def trim():
@@ -134,10 +177,15 @@ def say(**message):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mode", choices=["fsdp2", "fsdp1", "ddp", "floor"], required=True)
+    parser.add_argument("--case", choices=["plain", "bf16", "checkpointing", "offload", "lora"], default="plain")
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--replicate", type=int, default=1, help="copies of the model: hybrid sharding")
     parser.add_argument("--optimizer", choices=["stock", "fused"], default="fused")
     for name in ["vocabulary", "context", "dim", "heads", "layers", "batch", "length"]:
         parser.add_argument("--" + name, type=int, required=True)
     args = parser.parse_args()
+    if args.mode not in ("fsdp2", "floor") and (args.case != "plain" or args.micro_batches > 1 or args.replicate > 1):
+        parser.error(f"{args.mode} is here for plain training only")
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -146,17 +194,23 @@ def main():
         dist.init_process_group("gloo")
 
     # One step of a tiny model first: it loads the libraries and starts the threads that the process has anyway.
-    tiny = Contender(args.mode, world, dict(vocabulary=64, context=16, dim=16, heads=1, layers=2), args.optimizer)
-    x = torch.randint(64, (1, 16))
+    tiny = Contender(args, world, dict(vocabulary=64, context=16, dim=16, heads=1, layers=2))
+    x = torch.randint(64, (args.micro_batches, 16))
     tiny.step(x, x.roll(1, 1))
     del tiny, x
     trim()
     idle_kb = status_kb("VmRSS")
 
     shape = {name: getattr(args, name) for name in ["vocabulary", "context", "dim", "heads", "layers"]}
-    contender = Contender(args.mode, world, shape, args.optimizer)
+    contender = Contender(args, world, shape)
     trim()
-    say(event="ready", idle_kb=idle_kb, parameters=contender.num_parameters, torch=torch.__version__)
+    say(
+        event="ready",
+        idle_kb=idle_kb,
+        parameters=contender.num_parameters,
+        trainable=contender.num_trainable,
+        torch=torch.__version__,
+    )
 
     torch.manual_seed(100 + rank)
     for line in sys.stdin:
@@ -167,7 +221,7 @@ def main():
         reset_peak()
         cpu = cpu_seconds()
         for _ in range(int(command[1])):
-            x = torch.randint(args.vocabulary, (args.batch, args.length))
+            x = torch.randint(args.vocabulary, (args.batch * args.micro_batches, args.length))
             y = x.roll(1, 1)
             begin = time.monotonic()
             loss = contender.step(x, y)

@@ -1,5 +1,7 @@
 """From what the contenders measured to a table for people and one JSON object for programs. MB are 10^6 bytes."""
-from harness.stats import against, quartiles, ratio, summary
+import statistics
+
+from harness.stats import against, ratio, summary
 
 NOTES = {
     "step": "a turn's value: median over its steps, of the slowest rank; forward, backward, AdamW and zero_grad",
@@ -12,6 +14,8 @@ NOTES = {
     "floor": "the same program without communication, on as many processes at a time; it updates all parameters where a "
     "sharded rank updates its part",
     "fallback": "processor time of one operator that reads one resident parameter, over the same on a plain tensor",
+    "cases": "ebb's full_shard beside FSDP2, 2 x 128 tokens a micro-batch, each with the same step without communication; "
+    "beyond_floor is (step - floor) of ebb over that of FSDP2, of medians; losses are compared as everywhere",
     "formula": "16 bytes a parameter / ranks + frames + gradient buffers (both as the engine reports them) + activations "
     "(the floor's peak of live tensor bytes without parameters, optimizer state and finished gradients)",
 }
@@ -82,6 +86,45 @@ def targets(contenders):
     return out
 
 
+def beyond_floor(group):
+    """What communication adds to each side's step, ebb's over FSDP2's: quotient of the medians, as single rounds may have
+    none. A negative one means that ebb's step was no longer than its floor."""
+    at = {c.mode: c.step_s for c in group}
+    own = [1e3 * (step - floor) for step, floor in zip(at["full_shard"], at["floor"])]
+    theirs = [1e3 * (step - floor) for step, floor in zip(at["fsdp2"], at["python_floor"])]
+    below = statistics.median(theirs)
+    sides = {"ebb_ms": summary(own, digits=3), "fsdp2_ms": summary(theirs, digits=3)}
+    if below <= 0.0:
+        return {"median": None, "target": 0.5, "met": False} | sides  # Nothing to compare with on this machine.
+    return against(round(statistics.median(own) / below, 4), 0.5) | sides
+
+
+def case_entry(case, facts, group, rounds, steps, model):
+    """One case: ebb's full_shard beside FSDP2, each with its floor."""
+    at = {c.mode: c for c in group}
+    entry = {
+        "what": case.what,
+        **{name: facts[name] for name in ["date", "commit"]},
+        "load_at_start": facts["machine"]["load_at_start"],
+        "torch": group[0].lane.ready[0]["torch"],
+        "ranks": case.world,
+        "micro_batches": case.micro_batches,
+        "rounds": rounds,
+        "steps_per_turn": steps,
+        "loss_tolerance": case.loss_tolerance,
+        "beyond_floor_vs_fsdp2": beyond_floor(group),
+        "step_vs_fsdp2": against(ratio(at["full_shard"].step_s, at["fsdp2"].step_s), 1.0),
+        "memory_vs_fsdp2": against(ratio(at["full_shard"].peak_kb, at["fsdp2"].peak_kb), 0.6),
+        "step_vs_floor": ratio(at["full_shard"].step_s, at["floor"].step_s),
+        "fsdp2_step_vs_floor": ratio(at["fsdp2"].step_s, at["python_floor"].step_s),
+        "modes": [mode_entry(c, model) for c in group],
+    }
+    for mode, contender in zip(entry["modes"], group):
+        mode.pop("tflops_per_rank")  # The usual count holds for plain training.
+        mode["trainable"] = contender.lane.ready[0]["trainable"]
+    return entry
+
+
 def result(facts, model, contenders, args, rounds, tolerance, fallback_ns):
     return {
         "benchmark": "fsdp",
@@ -99,39 +142,53 @@ def result(facts, model, contenders, args, rounds, tolerance, fallback_ns):
     }
 
 
-def table(result):
-    columns = [
-        ("mode", 14), ("ranks", 5), ("tokens", 7), ("step ms", 8), ("quartiles", 13), ("cpu ms", 8), ("TFLOPS", 7),
-        ("peak MB", 8), ("idle MB", 8), ("sent MB", 8), ("counted", 8),
-    ]  # fmt: skip
-    lines = ["  ".join(f"{name:>{width}}" for name, width in columns)]
-    for mode in result["modes"]:
-        step = mode["step_ms"]
-        cells = [
-            mode["mode"],
-            mode["ranks"],
-            f"{mode['batch']}x{mode['length']}",
-            f"{step['median']:.0f}",
-            f"{step['q1']:.0f}-{step['q3']:.0f}",
-            f"{mode['cpu_ms']['median']:.0f}",
-            f"{mode['tflops_per_rank']:.4f}",
-            f"{mode['peak_mb']['median']:.1f}",
-            f"{mode['idle_mb']:.1f}",
-            f"{mode['sent_mb']['median']:.1f}",
-            f"{mode['sent_counted_mb']:.1f}" if "sent_counted_mb" in mode else "",
-        ]
-        lines.append("  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, columns)))
-    lines.append("")
-    for name, entry in result.items():
+COLUMNS = [
+    ("mode", 14), ("ranks", 5), ("tokens", 7), ("step ms", 8), ("quartiles", 13), ("cpu ms", 8), ("TFLOPS", 7),
+    ("peak MB", 8), ("idle MB", 8), ("sent MB", 8), ("counted", 8),
+]  # fmt: skip
+
+
+def row(mode):
+    step = mode["step_ms"]
+    cells = [
+        mode["mode"],
+        mode["ranks"],
+        f"{mode['batch']}x{mode['length']}",
+        f"{step['median']:.0f}",
+        f"{step['q1']:.0f}-{step['q3']:.0f}",
+        f"{mode['cpu_ms']['median']:.0f}",
+        f"{mode['tflops_per_rank']:.4f}" if "tflops_per_rank" in mode else "",
+        f"{mode['peak_mb']['median']:.1f}",
+        f"{mode['idle_mb']:.1f}",
+        f"{mode['sent_mb']['median']:.1f}",
+        f"{mode['sent_counted_mb']:.1f}" if "sent_counted_mb" in mode else "",
+    ]
+    return "  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS))
+
+
+def verdicts(entries):
+    for name, entry in entries.items():
         if isinstance(entry, dict) and "target" in entry:
+            value = f"{entry['median']:8.3f}" if entry["median"] is not None else "       -"
             spread = f"({entry['q1']:.3f}-{entry['q3']:.3f})" if "q1" in entry else ""
             verdict = "met" if entry["met"] else "missed"
-            lines.append(f"{name:>18}  {entry['median']:8.3f}  {spread:<15}  target {entry['target']:6.2f}  {verdict}")
-    machine = result["machine"]
-    lines.append(
-        f"\n{machine['cores']} cores, {machine['cpu']}, {machine['memory_gb']} GB; torch {result['torch']}; commit "
-        f"{result['commit']}; {result['date']}; rounds {result['rounds']}; {result['optimizer']}; load at start "
-        f"{machine['load_at_start']}"
-    )
-    lines += [f"{name}: {text}" for name, text in result["notes"].items()]
+            yield f"{name:>22}  {value}  {spread:<15}  target {entry['target']:6.2f}  {verdict}"
+
+
+def table(result):
+    lines = ["  ".join(f"{name:>{width}}" for name, width in COLUMNS)]
+    lines += [row(mode) for mode in result.get("modes", [])]
+    lines += ["", *verdicts(result)]
+    for name, case in result.get("cases", {}).items():
+        lines += ["", f"{name}: {case['what']} ({case['rounds']} rounds, {case['date']}, commit {case['commit']})"]
+        lines += [row(mode) for mode in case["modes"]]
+        lines += verdicts(case)
+    if "machine" in result:
+        machine = result["machine"]
+        lines.append(
+            f"\n{machine['cores']} cores, {machine['cpu']}, {machine['memory_gb']} GB; torch {result['torch']}; commit "
+            f"{result['commit']}; {result['date']}; rounds {result['rounds']}; {result['optimizer']}; load at start "
+            f"{machine['load_at_start']}"
+        )
+    lines += [f"{name}: {text}" for name, text in result.get("notes", {}).items()]
     return "\n".join(lines) + "\n"

@@ -103,8 +103,13 @@ class Lane:
         env.setdefault("EBB_LOG", "warn")
         for rank in range(self.world):
             env.update(RANK=str(rank), LOCAL_RANK=str(rank))
-            self.ranks.append(Rank(self.argv, env, os.path.join(self.folder.name, f"rank{rank}.log")))
+            argv, placed = self.place(rank, env)
+            self.ranks.append(Rank(argv, placed, os.path.join(self.folder.name, f"rank{rank}.log")))
         self.ready = self._replies("ready")
+
+    def place(self, rank, env):
+        """Command and environment of a rank; here all ranks are on this host."""
+        return self.argv, env
 
     def _replies(self, event):
         deadline = time.monotonic() + self.timeout

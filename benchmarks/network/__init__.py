@@ -1,0 +1,1 @@
+"""make bench-network: bytes and time between hosts, which are network namespaces."""

@@ -14,7 +14,7 @@ NOTES = {
     "floor": "the same program without communication, on as many processes at a time; it updates all parameters where a "
     "sharded rank updates its part",
     "fallback": "processor time of one operator that reads one resident parameter, over the same on a plain tensor",
-    "cases": "ebb's full_shard beside FSDP2, 2 x 128 tokens a micro-batch, each with the same step without communication; "
+    "cases": "ebb's full_shard beside FSDP2, each with the same step without communication; "
     "beyond_floor is (step - floor) of ebb over that of FSDP2, of medians; losses are compared as everywhere",
     "formula": "16 bytes a parameter / ranks + frames + gradient buffers (both as the engine reports them) + activations "
     "(the floor's peak of live tensor bytes without parameters, optimizer state and finished gradients)",

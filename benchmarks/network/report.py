@@ -12,7 +12,7 @@ NOTES = {
     "overhead": "bytes on the interfaces for each byte of payload of a plain TCP transfer, all hosts sending and receiving at "
     "the same time as in a step, measured on the same link each round; goodput is how fast that went, for each host",
     "payload": "wire / overhead",
-    "counted": "ebb's own count of payload across hosts, all ranks",
+    "counted": "ebb's own count of payload across hosts, all ranks; small messages, as about which gradients exist, are in it",
     "formula": "payload of the algorithm used, from the sizes of model and units, for what was gathered (see formulas.py)",
     "ring": "payload of ring collectives in rank order over the same groups, for the same gathers and reductions",
     "computation": "the step without communication, as many processes at a time (mode floor)",
@@ -104,9 +104,9 @@ def targets(layouts):
     if counted:
         off = [abs(mode["payload_vs_formula"]["median"] - 1.0) for _, mode in counted]
         out["bytes_off_formula"] = against(round(max(off), 4), 0.03)
-        # Equal where the algorithm sends as much as a ring. A ring's headers are not known, so its payload is compared with
-        # ebb's; what the interfaces saw is payload_vs_ring.
-        out["bytes_vs_ring"] = against(max(mode["counted_vs_ring"] for _, mode in counted), 1.0)
+        # Equal where the algorithm sends as much as a ring. A ring's headers and control messages are not known, so it is
+        # payload that is compared, to 0.01 %; what the interfaces saw is payload_vs_ring.
+        out["bytes_vs_ring"] = against(round(max(mode["counted_vs_ring"] for _, mode in counted), 4), 1.0)
     for layout in layouts:
         name = f"{layout['hosts']}x{layout['ranks_per_host']}"
         for mode in layout["modes"]:

@@ -1,19 +1,17 @@
 #include "reducer.h"
 
 #include "ebb/base/log.h"
-#include "flat_parameter.h"
-#include "module_tree.h"
-#include "paged_storage.h"
+#include "sync.h"
 
-#include <fmt/format.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <functional>
-#include <unordered_set>
+#include <utility>
 
 namespace ebb::shard {
 namespace {
@@ -27,56 +25,6 @@ struct PostAccumulate final : torch::autograd::PostAccumulateGradHook {
 };
 
 } // namespace
-
-Reducer::Reducer(ReplicateOptions options, const ModuleTree& tree)
-    : options_(std::move(options)), group_(options_.mesh.world()) {
-  std::unordered_set<const c10::TensorImpl*> seen;
-  for (const auto& node : tree.nodes) {
-    for (const auto& [name, tensor] : node.parameters) {
-      if (seen.insert(tensor.unsafeGetTensorImpl()).second) {
-        parameters_.emplace_back(name, tensor);
-      }
-    }
-  }
-  std::int64_t bytes = 0;
-  for (auto it = parameters_.rbegin(); it != parameters_.rend(); ++it) {
-    const auto& [name, tensor] = *it;
-    trained_.insert(trained_.begin(), tensor.requires_grad());
-    if (!tensor.requires_grad()) {
-      continue;
-    }
-    const auto limit = buckets_.size() <= 1 ? options_.first_bucket_bytes : options_.bucket_bytes;
-    const bool fits = !buckets_.empty() && bytes + static_cast<std::int64_t>(tensor.nbytes()) <= limit &&
-                      buckets_.back().slots.front().parameter.scalar_type() == tensor.scalar_type() &&
-                      buckets_.back().slots.front().parameter.device() == tensor.device();
-    if (!fits) {
-      buckets_.emplace_back();
-      buckets_.back().name = fmt::format("bucket {} from '{}'", buckets_.size() - 1, name);
-      bytes = 0;
-    }
-    buckets_.back().slots.push_back({tensor, 0, {}, false});
-    bytes += static_cast<std::int64_t>(tensor.nbytes());
-    ++num_slots_;
-  }
-  for (auto& bucket : buckets_) {
-    make_memory(bucket);
-  }
-}
-
-void Reducer::make_memory(Bucket& bucket) {
-  std::int64_t end = 0;
-  for (auto& slot : bucket.slots) {
-    slot.offset = end;
-    end += (slot.parameter.numel() + kAlignment - 1) / kAlignment * kAlignment;
-  }
-  const auto& first = bucket.slots.front().parameter;
-  bucket.memory = at::zeros({end}, first.options().requires_grad(false));
-  for (auto& slot : bucket.slots) {
-    const auto& like = slot.parameter;
-    slot.grad = tensor_on(
-        bucket.memory.storage(), /*paged=*/false, like.scalar_type(), slot.offset, like.sizes(), dense_strides(like));
-  }
-}
 
 void Reducer::attach() {
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
@@ -116,6 +64,10 @@ void Reducer::before_gradient() {
       !at::GradMode::is_enabled(),
       "[replicate] backward(create_graph): gradients are averaged outside autograd and have no graph; leave it out, or "
       "take autograd::grad() of the inputs, whose graph may use the model's parameters");
+  TORCH_CHECK_VALUE(
+      !ended_,
+      "[replicate] a backward begins while the gradients of the last one are still on their way; call "
+      "finalize_backward() after each, or set_manual_backward_finalization(false)");
   if (armed_ && backward_.expired()) {
     log::warn("the last backward ended by an exception; the gradients it left behind are dropped");
     reset();
@@ -136,7 +88,7 @@ void Reducer::on_gradient(std::size_t b, std::size_t s) {
     backward_ = token;
     torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), token = std::move(token)] {
       if (const auto reducer = weak.lock()) {
-        reducer->finish();
+        reducer->end_backward();
       }
     });
     armed_ = true;
@@ -147,17 +99,26 @@ void Reducer::on_gradient(std::size_t b, std::size_t s) {
   if (!grad.defined()) {
     return;
   }
+  ++slot.hits;
+  ++bucket.hits;
+  if (bucket.work && learned()) {
+    surprise_ = slot.name; // Thrown at the end: until then the other ranks need this one.
+    return;
+  }
   TORCH_CHECK_VALUE(
-      !(slot.used && bucket.work), "[replicate] a parameter of ", bucket.name,
+      !bucket.work, "[replicate] '", slot.name, "' in ", bucket.name,
       " received a second gradient in one backward after its bucket was sent (a checkpoint that calls backward "
-      "itself?); use one backward per step");
-  if (!grad.is_alias_of(slot.grad)) {
+      "itself?); use one backward per step, or promise a static_graph");
+  if (!bucket.memory.defined()) {
+    make_memory(bucket);
+  }
+  if (!options_.batched_grad_copy && !grad.is_alias_of(slot.grad)) {
     slot.grad.copy_(grad);
     grad = slot.grad;
   }
   bucket.num_ready += !slot.used;
   slot.used = true;
-  while (next_ < buckets_.size() && buckets_[next_].num_ready == buckets_[next_].slots.size()) {
+  while (next_ < buckets_.size() && is_ready(buckets_[next_])) {
     start(buckets_[next_++]);
   }
   // Lets reductions with several phases go on while backward computes.
@@ -168,67 +129,182 @@ void Reducer::on_gradient(std::size_t b, std::size_t s) {
   }
 }
 
+bool Reducer::is_ready(const Bucket& bucket) const {
+  if (options_.static_graph) {
+    return learned_ && bucket.hits >= bucket.expected_hits;
+  }
+  return bucket.num_ready == bucket.slots.size();
+}
+
 void Reducer::start(Bucket& bucket) {
+  const auto exists = [](const Slot& slot) { return slot.exists; };
+  if (learned() && std::none_of(bucket.slots.begin(), bucket.slots.end(), exists)) {
+    return; // on no rank
+  }
+  if (!bucket.memory.defined()) {
+    make_memory(bucket);
+  }
+  std::vector<at::Tensor> from;
+  std::vector<at::Tensor> to;
   for (auto& slot : bucket.slots) {
     auto& grad = slot.parameter.mutable_grad();
-    if (slot.used || (grad.defined() && grad.is_alias_of(slot.grad))) {
-      continue; // Also a grad that an earlier backward has averaged: equal on all ranks, and so is its average.
-    }
-    if (grad.defined()) { // of a backward that was not reduced
-      slot.grad.copy_(grad);
-      grad = slot.grad;
-    } else {
+    if (!grad.defined()) {
       slot.grad.zero_();
-    }
+    } else if (!grad.is_alias_of(slot.grad)) { // to be copied now, or of a backward that was not reduced
+      from.push_back(std::exchange(grad, slot.grad));
+      to.push_back(slot.grad);
+    } // Else it is there, or an earlier backward has averaged it: equal on all ranks, and so is its average.
+  }
+  if (!from.empty()) {
+    at::_foreach_copy_(to, from);
   }
   log::debug("reduce {} {} bytes", bucket.name, bucket.memory.nbytes());
   bucket.work = group_->all_reduce(bucket.memory, comm::ReduceOp::kSum, group_->size(), bucket.name);
 }
 
-void Reducer::finish() {
-  const std::lock_guard lock(mutex_);
-  const at::NoGradGuard no_grad;
-  for (; next_ < buckets_.size(); ++next_) {
-    start(buckets_[next_]);
-  }
-  auto votes = at::zeros({static_cast<std::int64_t>(num_slots_)}, at::kFloat);
+void Reducer::start_vote(comm::Communicator& group) {
+  votes_ = at::zeros({static_cast<std::int64_t>(num_slots_)}, at::kFloat);
   std::size_t i = 0;
   for (auto& bucket : buckets_) {
     for (auto& slot : bucket.slots) {
-      votes.data_ptr<float>()[i++] = slot.used || slot.parameter.grad().defined();
+      votes_.data_ptr<float>()[i++] = slot.used || slot.parameter.grad().defined();
     }
   }
-  if (group_->size() > 1) {
-    auto on_device = votes.to(buckets_.front().memory.device());
-    group_->all_reduce(on_device, comm::ReduceOp::kMax, 1, "(which gradients exist)")->wait();
-    votes = on_device.cpu();
+  if (group.size() > 1) {
+    votes_ = votes_.to(buckets_.front().slots.front().parameter.device());
+    vote_ = group.all_reduce(votes_, comm::ReduceOp::kMax, 1, "(which gradients exist)");
   }
-  for (auto& bucket : buckets_) {
-    bucket.work->wait();
-    bucket.work->release();
+}
+
+void Reducer::take_vote() {
+  if (vote_) {
+    vote_->wait();
+    vote_.reset();
+    votes_ = votes_.cpu();
   }
-  i = 0;
+  std::size_t i = 0;
   for (auto& bucket : buckets_) {
     for (auto& slot : bucket.slots) {
-      if (votes.data_ptr<float>()[i++] > 0 && !slot.parameter.grad().defined()) {
+      slot.exists = votes_.data_ptr<float>()[i++] > 0;
+    }
+  }
+}
+
+void Reducer::end_backward() {
+  const std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  const bool first_vote = options_.skip_unused && !learned();
+  if (first_vote) {
+    start_vote(vote_group_ ? *vote_group_ : *group_);
+    take_vote();
+  }
+  for (; next_ < buckets_.size(); ++next_) {
+    auto& bucket = buckets_[next_];
+    const auto exists = [](const Slot& slot) { return slot.exists; };
+    if (!first_vote || std::any_of(bucket.slots.begin(), bucket.slots.end(), exists)) {
+      start(bucket);
+    }
+  }
+  if (!first_vote && !learned()) {
+    start_vote(*group_);
+  }
+  if (manual_) {
+    ended_ = true;
+  } else {
+    finish();
+  }
+}
+
+void Reducer::finish() {
+  const at::NoGradGuard no_grad;
+  if (!options_.skip_unused && !learned()) {
+    take_vote();
+  }
+  for (auto& bucket : buckets_) {
+    if (bucket.work) {
+      bucket.work->wait();
+      bucket.work->release();
+    }
+  }
+  for (auto& bucket : buckets_) {
+    for (auto& slot : bucket.slots) {
+      if (slot.exists && !slot.parameter.grad().defined()) {
         slot.parameter.mutable_grad() = slot.grad;
       }
     }
   }
+  if (options_.broadcast_buffers) {
+    sync_buffers();
+  }
+  if (options_.static_graph) {
+    check_promise();
+  }
   clear_round();
+}
+
+void Reducer::check_promise() {
+  auto broken = std::exchange(surprise_, {});
+  for (auto& bucket : buckets_) {
+    for (auto& slot : bucket.slots) {
+      if (!learned_) {
+        slot.expected_hits = slot.hits;
+        bucket.expected_hits += slot.hits;
+      } else if (slot.hits != slot.expected_hits && broken.empty()) {
+        broken = slot.name;
+      }
+    }
+  }
+  learned_ = true;
+  if (!broken.empty()) {
+    reset();
+    TORCH_CHECK_VALUE(
+        false, "[replicate] static_graph: '", broken,
+        "' did not get as many gradients in this step as in the first; the promise holds for every step that reduces, "
+        "so "
+        "leave static_graph out for a model that changes");
+  }
 }
 
 void Reducer::clear_round() {
   for (auto& bucket : buckets_) {
     bucket.num_ready = 0;
+    bucket.hits = 0;
     bucket.work.reset();
     for (auto& slot : bucket.slots) {
       slot.used = false;
+      slot.hits = 0;
+    }
+    if (options_.lazy_bucket_allocation) {
+      release_memory(bucket);
     }
   }
   next_ = 0;
   armed_ = false;
+  ended_ = false;
+  vote_.reset();
+  surprise_.clear();
   backward_.reset();
+}
+
+void Reducer::set_manual_finalization(bool manual) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK_VALUE(
+      !armed_ || backward_.expired(),
+      "[set_manual_backward_finalization] expected to be called between steps, and a backward is running");
+  TORCH_CHECK_VALUE(
+      !ended_,
+      "[set_manual_backward_finalization] the last backward waits for its end; call finalize_backward() first");
+  manual_ = manual;
+}
+
+void Reducer::finalize() {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK_VALUE(
+      ended_,
+      "[finalize_backward] expected a backward that waits for its end, got none; call it once after each "
+      "backward() that reduces, with set_manual_backward_finalization(true) before");
+  ended_ = false; // Whatever fails now, the next backward drops.
+  finish();
 }
 
 void Reducer::enter_no_sync() {
@@ -248,25 +324,14 @@ void Reducer::reset() {
       slot.parameter.mutable_grad() = at::Tensor();
     }
     if (bucket.work) {
-      make_memory(bucket); // the old one may still be written to: it goes with the work
+      release_memory(bucket); // it may still be written to: it goes with the work
+      bucket.released.reset();
+      if (!options_.lazy_bucket_allocation) {
+        make_memory(bucket);
+      }
     }
   }
   clear_round();
-}
-
-std::string Reducer::explain() const {
-  std::int64_t bytes = 0;
-  for (const auto& bucket : buckets_) {
-    bytes += static_cast<std::int64_t>(bucket.memory.nbytes());
-  }
-  auto text = fmt::format(
-      "replicate over {} rank(s): {} tensors, gradients of {:.1f} MB in {} bucket(s)\n", group_->size(),
-      parameters_.size(), bytes / 1e6, buckets_.size());
-  for (const auto& bucket : buckets_) {
-    text += fmt::format(
-        "  {:<48} {:>4} tensors {:>10.1f} kB\n", bucket.name, bucket.slots.size(), bucket.memory.nbytes() / 1e3);
-  }
-  return text;
 }
 
 } // namespace ebb::shard

@@ -9,15 +9,53 @@
 #include <torch/script.h>
 #include <torch/torch.h>
 
+#include <algorithm>
+#include <unordered_set>
+
 namespace ebb::shard {
 namespace {
 
-template <class Model>
-ReplicatedModel replicate_model(Model& model, ReplicateOptions options) {
+void check_options(const ReplicateOptions& options, const ModuleTree& tree) {
   TORCH_CHECK_VALUE(
       options.bucket_bytes > 0 && options.first_bucket_bytes > 0, "[replicate] expected positive bucket sizes, got ",
       options.bucket_bytes, " and ", options.first_bucket_bytes);
+  for (const auto bytes : options.bucket_bytes_list) {
+    TORCH_CHECK_VALUE(bytes > 0, "[replicate] expected positive sizes in bucket_bytes_list, got ", bytes);
+  }
+  std::unordered_set<std::string> names;
+  for (const auto& node : tree.nodes) {
+    for (const auto& [name, tensor] : node.parameters) {
+      names.insert(name);
+    }
+  }
+  auto asked = options.delayed_parameters;
+  if (!options.delay_until.empty()) {
+    TORCH_CHECK_VALUE(
+        !asked.empty() && std::find(asked.begin(), asked.end(), options.delay_until) == asked.end(),
+        "[replicate] delay_until ('", options.delay_until,
+        "') says when delayed_parameters are reduced: name some, and not this one among them");
+    asked.push_back(options.delay_until);
+  }
+  for (const auto& name : asked) {
+    TORCH_CHECK_VALUE(
+        names.count(name), "[replicate] expected names of parameters in delayed_parameters and delay_until, got '",
+        name, "'; they are spelled as in named_parameters()");
+  }
+}
+
+// All that must be the same on all ranks.
+std::string settings_of(const ReplicateOptions& options) {
+  return c10::str(
+      "replicate, buckets of ", options.bucket_bytes, ", first ", options.first_bucket_bytes, ", list [",
+      options.bucket_bytes_list, "], delayed [", options.delayed_parameters, "] until '", options.delay_until,
+      "', broadcast_buffers ", options.broadcast_buffers, ", skip_unused ", options.skip_unused, ", static_graph ",
+      options.static_graph);
+}
+
+template <class Model>
+ReplicatedModel replicate_model(Model& model, ReplicateOptions options) {
   const auto tree = ModuleTree::of(model);
+  check_options(options, tree);
   for (const auto& node : tree.nodes) {
     for (const auto& [name, tensor] : node.parameters) {
       TORCH_CHECK_VALUE(
@@ -26,9 +64,7 @@ ReplicatedModel replicate_model(Model& model, ReplicateOptions options) {
     }
   }
   const auto group = options.mesh.world();
-  check_same_model(
-      "replicate", tree, c10::str("replicate, buckets of ", options.bucket_bytes, " and ", options.first_bucket_bytes),
-      " none", *group);
+  check_same_model("replicate", tree, settings_of(options), " none", *group);
   if (options.sync_module_states) {
     broadcast_from_rank0(tree, *group);
   }
@@ -80,6 +116,18 @@ ReplicaNoSync::~ReplicaNoSync() {
 
 ReplicaNoSync ReplicatedModel::no_sync() {
   return ReplicaNoSync(reducer_);
+}
+
+void ReplicatedModel::sync_buffers() {
+  reducer_->sync_buffers();
+}
+
+void ReplicatedModel::set_manual_backward_finalization(bool manual) {
+  reducer_->set_manual_finalization(manual);
+}
+
+void ReplicatedModel::finalize_backward() {
+  reducer_->finalize();
 }
 
 std::string ReplicatedModel::explain() const {

@@ -4,7 +4,9 @@
 
 #include <torch/torch.h>
 
+#include <map>
 #include <sstream>
+#include <tuple>
 #include <unordered_set>
 
 namespace ebb::shard {
@@ -110,6 +112,40 @@ void broadcast_from_rank0(const ModuleTree& tree, comm::Communicator& group) {
   }
   for (const auto& [name, tensor] : tree.buffers) {
     send(name, tensor);
+  }
+}
+
+void broadcast_buffers_from_rank0(
+    const std::vector<std::pair<std::string, at::Tensor>>& buffers, comm::Communicator& group) {
+  if (group.size() == 1) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  std::map<std::pair<at::ScalarType, c10::Device>, std::vector<at::Tensor>, decltype([](const auto& a, const auto& b) {
+             return std::make_tuple(a.first, a.second.type(), a.second.index()) <
+                    std::make_tuple(b.first, b.second.type(), b.second.index());
+           })>
+      alike;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const auto& [name, tensor] : buffers) {
+    if (tensor.defined() && tensor.numel() > 0 && seen.insert(tensor.unsafeGetTensorImpl()).second) {
+      alike[{tensor.scalar_type(), tensor.device()}].push_back(tensor);
+    }
+  }
+  for (const auto& [kind, tensors] : alike) {
+    std::vector<at::Tensor> flat;
+    for (const auto& tensor : tensors) {
+      flat.push_back(tensor.detach().reshape({-1}));
+    }
+    const auto all = at::cat(flat);
+    group.broadcast(all, 0, "(buffers)")->wait();
+    std::int64_t begin = 0;
+    for (const auto& tensor : tensors) {
+      // Its own version counter: a graph that is still to run backward may have saved the buffer.
+      auto target = tensor.variable_data();
+      target.copy_(all.narrow(0, begin, tensor.numel()).view(tensor.sizes()));
+      begin += tensor.numel();
+    }
   }
 }
 

@@ -6,6 +6,8 @@
 
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 namespace ebb::shard {
 
@@ -18,6 +20,10 @@ void check_same_model(
 
 /// Copies rank 0's parameters and buffers to every rank. Collective.
 void broadcast_from_rank0(const ModuleTree& tree, comm::Communicator& group);
+
+/// Copies rank 0's buffers to every rank, with one broadcast for each dtype and device. Collective.
+void broadcast_buffers_from_rank0(
+    const std::vector<std::pair<std::string, at::Tensor>>& buffers, comm::Communicator& group);
 
 /// all_reduce() of a few numbers, wherever they are: gradients may be on the host while the group serves GPUs alone.
 /// Collective.

@@ -129,7 +129,10 @@ Unit* ResidentSet::victim(const Unit* for_unit, std::int64_t needed_sooner_than)
       continue;
     }
     const auto next = engine_.order_.next_use(candidate->index);
-    if (next <= needed_sooner_than) {
+    // Where nothing is known of either, in a first step, the user has listed the one to gather; not in place of others
+    // that were gathered ahead.
+    const bool listed = next == UseOrder::kNever && needed_sooner_than == UseOrder::kNever;
+    if (listed ? candidate->prefetched : next <= needed_sooner_than) {
       continue;
     }
     if (!best || next > best_next || (next == best_next && candidate->last_use < best->last_use)) {

@@ -196,5 +196,59 @@ TEST(Prefetch, FollowsAnExplicitList) {
   });
 }
 
+// test_fully_shard_training, explicit prefetch: two units ahead, in both directions
+TEST(Prefetch, TwoAheadFollowTheListsInBothDirections) {
+  constexpr int kUnits = 6;
+  for (const int ranks : {1, 2, 4}) {
+    ebb::test::spawn_ranks(ranks, [](const auto& group) {
+      const auto plain = train(group, test::over(group));
+      auto options = test::over(group);
+      options.frames = 1;
+      options.prefetch = 2;
+      auto chain = make_chain(kUnits);
+      auto model = fully_shard(chain, options);
+      const auto listed = [](int unit, int direction) {
+        std::vector<std::string> next;
+        for (const int other : {unit + direction, unit + 2 * direction}) {
+          if (other >= 0 && other < kUnits) {
+            next.push_back(std::to_string(other));
+          }
+        }
+        return next;
+      };
+      for (int unit = 0; unit < kUnits; ++unit) {
+        model.set_forward_prefetch(std::to_string(unit), listed(unit, 1));
+        model.set_backward_prefetch(std::to_string(unit), listed(unit, -1));
+      }
+      for (int step = 0; step < 2; ++step) {
+        model.engine().record_events(true);
+        chain->forward(at::ones({2, 8}).set_requires_grad(true)).sum().backward();
+        std::vector<std::string> gathers;
+        for (const auto& event : model.engine().take_events()) {
+          if (event.starts_with("unshard") || event.starts_with("prefetch")) {
+            gathers.push_back(event);
+          }
+        }
+        EXPECT_THAT(
+            gathers,
+            ElementsAre(
+                "unshard 0", "prefetch 1", "prefetch 2", "prefetch 3", "prefetch 4", "prefetch 5", // 3, 4, 5 stay
+                "prefetch 2", "prefetch 1", "prefetch 0"));
+        EXPECT_LE(model.residency().peak_held_bytes, model.residency().frame_bytes);
+      }
+      options.frames = 3; // of the lists nothing but the order of gathers changes
+      auto with_lists = options;
+      expect_equal(
+          train(
+              group, with_lists, 3,
+              [](ShardedModel& each) {
+                each.set_forward_prefetch("0", {"1", "2"});
+                each.set_backward_prefetch("4", {"3", "2"});
+              }),
+          plain);
+    });
+  }
+}
+
 } // namespace
 } // namespace ebb::shard

@@ -191,6 +191,34 @@ TEST(Errors, UnitsUsedInDifferentOrdersAreNamedByTheDebugCheck) {
   }
 }
 
+// test_fsdp_exec_order: after a first step in order, in training and in evaluation
+TEST(Errors, TheDebugCheckAlsoCoversLaterStepsAndEvaluation) {
+  for (const bool evaluates : {false, true}) {
+    std::vector<std::string> errors(2);
+    ebb::test::spawn_ranks(2, [&](const auto& group) {
+      auto chain = make_chain(4);
+      auto model = fully_shard(
+          chain, {.mesh = comm::Mesh(group), .wrap = wrap_by_size(1), .frames = 1, .prefetch = 0, .check_order = true});
+      const auto run = [&](const std::vector<int>& order) {
+        auto x = at::ones({2, 8});
+        for (const int i : order) {
+          x = chain->template at<torch::nn::LinearImpl>(i).forward(x);
+        }
+        return x.sum();
+      };
+      for (int step = 0; step < 2; ++step) {
+        EXPECT_EQ(error_of([&] { run({0, 1, 2, 3}).backward(); }), "");
+      }
+      const at::AutoGradMode mode(!evaluates);
+      EXPECT_EQ(error_of([&] { run({3, 2, 1, 0}); }), ""); // another order than before, but everywhere
+      errors[group->rank()] = error_of([&] { run(group->rank() == 0 ? std::vector{1, 2, 0} : std::vector{1, 3, 0}); });
+    });
+    for (const auto& error : errors) {
+      EXPECT_THAT(error, AllOf(HasSubstr("unit '2'"), HasSubstr("unit '3'"), HasSubstr("different orders")));
+    }
+  }
+}
+
 TEST(Errors, BadOptionsNameTheValue) {
   auto chain = make_chain(1);
   auto options = one_rank();

@@ -36,6 +36,27 @@ TEST_P(ClipNorm, IsTheNormOfTheUnshardedGradientOnEveryRank) {
   }
 }
 
+// FSDP1's test of clipping without gradients
+TEST_P(ClipNorm, WithoutAnyGradientIsZeroAndChangesNothing) {
+  for (const int ranks : {1, 2, 4}) {
+    for (const auto strategy : test::kStrategies) {
+      ebb::test::spawn_ranks(ranks, [&](const auto& group) {
+        auto chain = make_chain(2);
+        auto model = fully_shard(chain, test::over(group, strategy));
+        EXPECT_EQ(model.clip_grad_norm_(1.0, GetParam()), 0);
+        for (const auto& leaf : model.parameters()) {
+          EXPECT_FALSE(leaf.grad().defined());
+        }
+      });
+    }
+    ebb::test::spawn_ranks(ranks, [&](const auto& group) {
+      auto chain = make_chain(2);
+      auto model = replicate(chain, {.mesh = comm::Mesh(group)});
+      EXPECT_EQ(model.clip_grad_norm_(1.0, GetParam()), 0);
+    });
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(L1L2LInf, ClipNorm, ::testing::Values(1.0, 2.0, std::numeric_limits<double>::infinity()));
 
 TEST(Gradients, AParameterUnusedOnAllRanksKeepsNoGradient) {

@@ -153,6 +153,126 @@ TEST(Optimizers, ElementwiseOnesTrainAsUnsharded) {
   }
 }
 
+// test_fsdp_use_orig_params: groups of parameters by their names
+TEST(Optimizers, GroupsOfParametersKeepTheirOwnOptions) {
+  const auto groups_of = [](const std::vector<std::pair<std::string, at::Tensor>>& named) {
+    std::vector<at::Tensor> weights;
+    std::vector<at::Tensor> others;
+    for (const auto& [name, tensor] : named) {
+      (name.ends_with("weight") ? weights : others).push_back(tensor);
+    }
+    using Options = torch::optim::AdamWOptions;
+    return std::vector<torch::optim::OptimizerParamGroup>{
+        {weights, std::make_unique<Options>(Options(1e-2).weight_decay(0.1))},
+        {others, std::make_unique<Options>(Options(1e-3).weight_decay(0))}};
+  };
+  for (const int ranks : {1, 2, 4}) {
+    auto plain = make_subject("mlp");
+    torch::optim::AdamW reference(groups_of(plain.parameters()), torch::optim::AdamWOptions(1));
+    for (int step = 0; step < 4; ++step) {
+      for (int rank = 0; rank < ranks; ++rank) {
+        plain.loss(step, rank).backward();
+      }
+      for (const auto& [name, tensor] : plain.parameters()) {
+        tensor.mutable_grad().div_(ranks);
+      }
+      reference.step();
+      reference.zero_grad();
+    }
+    ebb::test::spawn_ranks(ranks, [&](const auto& group) {
+      auto subject = make_subject("mlp");
+      auto model = shard_subject(subject, {.mesh = comm::Mesh(group), .wrap = wrap_everything()});
+      torch::optim::AdamW optimizer(groups_of(model.named_parameters()), torch::optim::AdamWOptions(1));
+      for (int step = 0; step < 4; ++step) {
+        subject.loss(step, group->rank()).backward();
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      auto scope = model.full_parameters({.writeback = false});
+      for (std::size_t i = 0; i < plain.parameters().size(); ++i) {
+        EXPECT_TRUE(at::equal(subject.parameters()[i].second, plain.parameters()[i].second)) << i;
+      }
+    });
+  }
+}
+
+// LBFGS looks at all parameters at once: on shards every rank would go its own way.
+TEST(Optimizers, LbfgsTrainsWholeParametersAsUnsharded) {
+  const auto train = [](torch::optim::LBFGS& optimizer, const std::function<at::Tensor()>& loss_of) {
+    for (int step = 0; step < 3; ++step) {
+      optimizer.step([&] {
+        optimizer.zero_grad();
+        const auto loss = loss_of();
+        loss.backward();
+        return loss;
+      });
+    }
+  };
+  const auto options = torch::optim::LBFGSOptions(0.1).max_iter(5);
+  auto plain = make_subject("mlp");
+  std::vector<at::Tensor> parameters;
+  for (const auto& [name, tensor] : plain.parameters()) {
+    parameters.push_back(tensor);
+  }
+  torch::optim::LBFGS reference(parameters, options);
+  train(reference, [&] { return plain.loss(0, 0); });
+  for (const int ranks : {1, 2, 4}) { // with the same batch: the mean of equal numbers, a power of two of them
+    ebb::test::spawn_ranks(ranks, [&](const auto& group) {
+      auto subject = make_subject("mlp");
+      auto model = shard_subject(subject, test::over(group, Strategy::kNoShard));
+      torch::optim::LBFGS optimizer(model.parameters(), options);
+      train(optimizer, [&] { return subject.loss(0, 0); });
+      auto scope = model.full_parameters({.writeback = false});
+      for (std::size_t i = 0; i < parameters.size(); ++i) {
+        EXPECT_TRUE(at::allclose(subject.parameters()[i].second, parameters[i], 1e-5, 1e-6)) << i;
+      }
+    });
+  }
+}
+
+// test_fully_shard_training: what is registered before, in and after each part of a step
+TEST(ShardedModel, HandlesNamesAndShapesOfParametersStayAllThroughAStep) {
+  for (const int ranks : {1, 2, 4}) {
+    for (const ReshardAfterForward reshard :
+         {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(ranks > 1 ? 2 : 1)}) {
+      ebb::test::spawn_ranks(ranks, [&](const auto& group) {
+        auto chain = make_chain(3);
+        const auto before = chain->named_parameters();
+        auto options = test::over(group);
+        options.unit_options = [&](const ModuleInfo&) { return UnitOptions{.reshard_after_forward = reshard}; };
+        auto model = fully_shard(chain, options);
+        const auto leaves = model.parameters();
+        torch::optim::SGD optimizer(leaves, 0.1);
+        const auto check = [&](const char* when) {
+          const auto now = chain->named_parameters();
+          ASSERT_EQ(now.size(), before.size());
+          for (const auto& parameter : now) {
+            const auto* old = before.find(parameter.key());
+            ASSERT_TRUE(old) << parameter.key() << " " << when;
+            EXPECT_TRUE(parameter.value().is_same(*old)) << parameter.key() << " " << when;
+            EXPECT_EQ(parameter.value().dim(), parameter.key().ends_with("weight") ? 2 : 1) << when;
+            EXPECT_EQ(parameter.value().size(0), 8) << when;
+          }
+          EXPECT_TRUE(chain->template at<torch::nn::LinearImpl>(1).weight.is_same(before["1.weight"])) << when;
+          for (std::size_t i = 0; i < leaves.size(); ++i) {
+            EXPECT_TRUE(model.parameters()[i].is_same(leaves[i])) << i << " " << when;
+          }
+        };
+        check("after sharding");
+        for (int step = 0; step < 2; ++step) {
+          const auto loss = chain->forward(at::ones({2, 8}) * group->rank()).sum();
+          check("after forward");
+          loss.backward();
+          check("after backward");
+          optimizer.step();
+          optimizer.zero_grad();
+          check("after the step");
+        }
+      });
+    }
+  }
+}
+
 TEST(Optimizers, FusedOnesEqualTheStockOnes) {
   for (const bool adam : {true, false}) {
     const auto run = [&](bool fused) {

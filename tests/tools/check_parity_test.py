@@ -33,6 +33,8 @@ set_tests_properties(Bad.IsSkipped PROPERTIES SKIP_REGULAR_EXPRESSION "SKIPPED" 
 add_test(Gpu.IsSkipped "echo" "[  SKIPPED ] here")
 set_tests_properties(Gpu.IsSkipped PROPERTIES SKIP_REGULAR_EXPRESSION "SKIPPED" LABELS "unit;gpu")
 """
+UPSTREAM = "# Page\n\n| Upstream file | Subject | Shown by |\n|---|---|---|\n"
+REPORTS = "\n| Reports | Behaviour | Shown by |\n|---|---|---|\n"
 HEADER = "# Page\n\n| PyTorch | ebb | Shown by |\n|---|---|---|\n"  # the first row is line 5
 
 
@@ -174,10 +176,64 @@ Text, and no table:
         _, faults = self.run_on(HEADER + "| a | b |\n| a | b | not yet | c |\n| a | b | not yet |\n", *report)
         self.assertEqual([fault.split(",")[0] for fault in faults], ["5: expected 3 cells", "6: expected 3 cells"])
         _, faults = self.run_on("| PyTorch | Shown by |\n|---|---|\n| a | soon |\n", *report)
-        self.assertIn("1: expected a table with the columns PyTorch | ebb | Shown by, got PyTorch | Shown by", faults)
+        tables = ["PyTorch | ebb | Shown by", "Upstream file | Subject | Shown by", "Reports | Behaviour | Shown by"]
+        expected = "' or '".join(tables)
+        self.assertIn(f"1: expected a table with the columns '{expected}', got 'PyTorch | Shown by'", faults)
         done, faults = self.run_on("Nothing here.\n", *report)
         self.assertEqual((done.returncode, len(faults)), (1, 1))
         self.assertIn("1: no table", faults[0])
+
+    def test_upstreams_files_and_reports_may_rest_on_one_test_and_lack_a_subject_in_any_number(self):
+        rows = 5 * "| `test_x` | what | `Good.First`, `Good.Second` |\n"
+        rows += 20 * "| `test_y` | what | no subject here: Python |\n"
+        text = UPSTREAM + rows + REPORTS + 5 * "| issue 1 | what | `Good.First` |\n"
+        done, faults = self.run_on(text, "--report", str(self.junit))
+        self.assertEqual((done.returncode, faults), (0, []))
+        self.assertIn("0 of 30 rows not yet (0 of them in part), 20 with no subject here, 2 tests named", done.stdout)
+
+    def test_upstreams_rows_say_what_is_missing_and_what_has_no_subject(self):
+        text = UPSTREAM + """\
+| a | b | `Good.First`; not yet: the rest |
+| a | b | `Good.First`; no subject here: DTensor |
+| a | b | `Good.First`; not yet: the rest; no subject here: DTensor |
+| a | b | not yet: it needs files |
+| a | b | not yet |
+"""
+        done, faults = self.run_on(text, "--report", str(self.junit))
+        self.assertEqual((done.returncode, faults), (0, []))
+        self.assertIn("4 of 5 rows not yet (2 of them in part), 1 tests named", done.stdout)
+        for cell in ["", "`Good.First`; no subject here", "`Good.First`; no subject here: ", "`Good.First`; but soon",
+                     "no meaning in C++: why", "`Good.First`; no meaning in C++: why"]:
+            _, faults = self.run_on(UPSTREAM + f"| a | b | {cell} |\n", "--report", str(self.junit))
+            self.assertEqual(len(faults), 1, cell)
+            self.assertIn("5: 'a' has neither tests", faults[0])
+        _, faults = self.run_on(UPSTREAM + "| a | b | no subject here |\n", "--report", str(self.junit))
+        self.assertIn("5: 'a' has no reason", faults[0])
+        # Nor may a feature be without meaning in part.
+        self.assertEqual(len(self.faults(["`Good.First`; no subject here: DTensor"])), 1)
+
+    def test_upstreams_tests_must_have_passed_as_well(self):
+        for name, why in [("Good.Third", "did not run"), ("Bad.Fails", "did not pass"),
+                          ("Bad.IsSkipped", "was skipped"), ("Good.*", "is no name")]:
+            text = UPSTREAM + f"| a | b | `{name}`; no subject here: half |\n" + REPORTS + f"| a | b | `{name}` |\n"
+            done, faults = self.run_on(text, "--report", str(self.junit))
+            self.assertEqual(done.returncode, 1)
+            self.assertEqual([fault[:2] for fault in faults], ["5:", "9:"])
+            for fault in faults:
+                self.assertIn(why, fault)
+
+    def test_several_pages_are_checked_and_the_limits_hold_for_each(self):
+        pages = []
+        for number in (1, 2):
+            page = self.build / f"page{number}.md"
+            page.write_text(HEADER + 2 * "| a | b | `Good.First` |\n" + (number - 1) * "| a | b | `Bad.Fails` |\n")
+            pages += ["--page", str(page)]
+        command = [sys.executable, CHECK, "--build", str(self.build), "--report", str(self.junit), *pages]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+        self.assertEqual(done.returncode, 1)
+        self.assertEqual(len(done.stderr.splitlines()), 1)
+        self.assertIn("page2.md:7: `Bad.Fails` did not pass", done.stderr)
+        self.assertEqual(len(done.stdout.splitlines()), 2)
 
     def test_what_cannot_be_read_is_named(self):
         text = HEADER + "| a | b | `Good.First` |\n"

@@ -125,7 +125,7 @@ TEST(MicroBatches, OfOneForwardOneBackwardPipelinesAddUp) {
   }
 }
 
-// test_fully_shard_training, chunked loss: the head runs forward and backward for each chunk before the trunk's backward.
+// test_fully_shard_training, chunked loss: the head runs both ways for each chunk before the trunk's backward.
 TEST(MicroBatches, OfALossInChunksReduceTheHeadOnce) {
   const auto trunk = [](torch::nn::Sequential net, const at::Tensor& x) {
     return at::tanh(test::layer(net, 1).forward(at::tanh(test::layer(net, 0).forward(x))));

@@ -38,11 +38,11 @@ struct ReplicateOptions {
   comm::Mesh mesh;
   std::int64_t bucket_bytes = 25 * 1024 * 1024; ///< Gradients are reduced in buckets of about this size.
   std::int64_t first_bucket_bytes = 1024 * 1024; ///< The first is smaller, so that communication starts early.
-  /// Sizes bucket by bucket, of which the last holds for all further ones; replaces the two above where it is not empty.
+  /// Sizes bucket by bucket, of which the last holds for all further ones; unless empty, replaces the two above.
   std::vector<std::int64_t> bucket_bytes_list = {};
   bool sync_module_states = true; ///< Copy rank 0's parameters and buffers to all ranks first.
-  /// Copy rank 0's buffers (running statistics, counters) to all ranks at the end of each backward that reduces, so that
-  /// the next forward finds the same ones everywhere. Costs one broadcast for each dtype of buffers.
+  /// Copy rank 0's buffers (running statistics, counters) to all ranks at the end of each backward that reduces, so
+  /// that the next forward finds the same ones everywhere. Costs one broadcast for each dtype of buffers.
   bool broadcast_buffers = true;
   /// Do not reduce buckets of which no rank has used a parameter. Ranks agree on those before the last reductions, over
   /// a group of their own, instead of after them.
@@ -82,8 +82,8 @@ class ReplicatedModel {
   /// true: backward() returns while reductions may still be under way, and finalize_backward() ends it: what is done in
   /// between overlaps them. All ranks must do the same. Not during a backward.
   void set_manual_backward_finalization(bool manual);
-  /// Waits for the last backward's reductions; gradients are averaged from then on. Collective. Once for each backward that
-  /// reduces, before the next.
+  /// Waits for the last backward's reductions; gradients are averaged from then on. Collective. Once for each backward
+  /// that reduces, before the next.
   /// @throws ValueError when no backward waits for its end.
   void finalize_backward();
   /// Ranks and buckets, as text for people.
@@ -99,8 +99,8 @@ class ReplicatedModel {
 /// Keeps the whole model on each rank and averages gradients over the mesh while backward runs, bucket by bucket in an
 /// order agreed beforehand. Collective. Keep the result as long as the model trains: without it a backward throws.
 ///
-/// @throws ValueError for options out of range, for names that are no parameter's, and for a model that fully_shard() has
-///         sharded; IncompatibleStateError when the ranks' models or options differ, naming the first that does.
+/// @throws ValueError for options out of range, for names that are no parameter's, and for a model that fully_shard()
+///         has sharded; IncompatibleStateError when the ranks' models or options differ, naming the first that does.
 /// Cost: one broadcast of the model (with sync_module_states).
 [[nodiscard]] ReplicatedModel replicate(torch::nn::Module& model, ReplicateOptions options);
 /// The same for TorchScript.

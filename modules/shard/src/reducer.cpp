@@ -16,8 +16,8 @@
 namespace ebb::shard {
 namespace {
 
-struct PostAccumulate final : torch::autograd::PostAccumulateGradHook {
-  explicit PostAccumulate(std::function<void()> call) : call(std::move(call)) {}
+struct ReplicaPostAccumulate final : torch::autograd::PostAccumulateGradHook {
+  explicit ReplicaPostAccumulate(std::function<void()> call) : call(std::move(call)) {}
   void operator()(const at::Tensor& /*parameter*/) override {
     call();
   }
@@ -37,7 +37,7 @@ void Reducer::attach() {
         return grad;
       });
       torch::autograd::impl::set_post_acc_grad_hooks(
-          parameter, std::make_unique<PostAccumulate>([weak = weak_from_this(), b, s] {
+          parameter, std::make_unique<ReplicaPostAccumulate>([weak = weak_from_this(), b, s] {
             const auto reducer = weak.lock();
             TORCH_CHECK_VALUE(
                 reducer,

@@ -26,7 +26,7 @@ at::Tensor loss_of(torch::nn::Sequential chain, int rank, int step = 0) {
 // PyTorch issues 106637, 47260, PR 120926
 TEST(SeveralBackwards, TwoThroughOneGraphAddUp) {
   for (const auto strategy : test::kStrategies) {
-    ebb::test::spawn_ranks(2, [&](const auto& group) {
+    test::at_world_sizes([&](const auto& group) {
       auto chain = make_chain(4);
       auto plain = make_chain(4);
       auto model = fully_shard(chain, {.mesh = comm::Mesh(group), .strategy = strategy, .wrap = wrap_by_size(1)});
@@ -34,7 +34,7 @@ TEST(SeveralBackwards, TwoThroughOneGraphAddUp) {
         const auto loss = loss_of(chain, group->rank(), step);
         loss.backward({}, /*retain_graph=*/true);
         loss.backward();
-        backward_of_all_ranks(*plain, 2, [&](int rank) { return 2 * loss_of(plain, rank, step); });
+        backward_of_all_ranks(*plain, group->size(), [&](int rank) { return 2 * loss_of(plain, rank, step); });
         expect_gradients(model, *plain, 1e-6);
         if (strategy != Strategy::kNoShard) {
           EXPECT_EQ(model.residency().held_bytes, 0);
@@ -49,7 +49,7 @@ TEST(SeveralBackwards, TwoThroughOneGraphAddUp) {
 // PyTorch issue 106637
 TEST(SeveralBackwards, TwoLossesOnOneTrunkAddUp) {
   for (const auto strategy : test::kStrategies) {
-    ebb::test::spawn_ranks(2, [&](const auto& group) {
+    test::at_world_sizes([&](const auto& group) {
       auto chain = make_chain(3);
       auto plain = make_chain(3);
       auto model = fully_shard(chain, {.mesh = comm::Mesh(group), .strategy = strategy, .wrap = wrap_by_size(1)});
@@ -61,7 +61,7 @@ TEST(SeveralBackwards, TwoLossesOnOneTrunkAddUp) {
       const auto [first, second] = losses_of(chain, group->rank());
       first.backward({}, /*retain_graph=*/true);
       second.backward();
-      backward_of_all_ranks(*plain, 2, [&](int rank) {
+      backward_of_all_ranks(*plain, group->size(), [&](int rank) {
         const auto [a, b] = losses_of(plain, rank);
         return a + b;
       });
@@ -73,7 +73,7 @@ TEST(SeveralBackwards, TwoLossesOnOneTrunkAddUp) {
 // PyTorch issue 47260
 TEST(SeveralBackwards, CreateGraphIsRefusedAndTheNextStepWorks) {
   for (const bool replicated : {false, true}) {
-    ebb::test::spawn_ranks(2, [&](const auto& group) {
+    test::at_world_sizes([&](const auto& group) {
       auto chain = make_chain(3);
       auto plain = make_chain(3);
       std::optional<ShardedModel> model;
@@ -87,7 +87,7 @@ TEST(SeveralBackwards, CreateGraphIsRefusedAndTheNextStepWorks) {
           error_of([&] { loss_of(chain, group->rank()).backward({}, true, /*create_graph=*/true); }),
           AllOf(HasSubstr("create_graph"), HasSubstr("autograd::grad()")));
       loss_of(chain, group->rank()).backward();
-      backward_of_all_ranks(*plain, 2, [&](int rank) { return loss_of(plain, rank); });
+      backward_of_all_ranks(*plain, group->size(), [&](int rank) { return loss_of(plain, rank); });
       if (model) {
         expect_gradients(*model, *plain);
         EXPECT_EQ(model->residency().held_bytes, 0);
@@ -103,7 +103,7 @@ TEST(SeveralBackwards, CreateGraphIsRefusedAndTheNextStepWorks) {
 // PyTorch issue 47260: the penalty on an input's gradient needs a graph of that gradient, and none of parameters'.
 TEST(SeveralBackwards, APenaltyOnTheInputsGradientTrainsAsUnsharded) {
   for (const auto strategy : test::kStrategies) {
-    ebb::test::spawn_ranks(2, [&](const auto& group) {
+    test::at_world_sizes([&](const auto& group) {
       auto chain = make_chain(3);
       auto plain = make_chain(3);
       auto model = fully_shard(chain, {.mesh = comm::Mesh(group), .strategy = strategy, .wrap = wrap_by_size(1)});
@@ -118,7 +118,7 @@ TEST(SeveralBackwards, APenaltyOnTheInputsGradientTrainsAsUnsharded) {
       };
       for (int step = 0; step < 2; ++step) {
         penalty_of(chain, group->rank()).backward();
-        backward_of_all_ranks(*plain, 2, [&](int rank) { return penalty_of(plain, rank); });
+        backward_of_all_ranks(*plain, group->size(), [&](int rank) { return penalty_of(plain, rank); });
         expect_gradients(model, *plain, 1e-6);
         model.zero_grad();
         plain->zero_grad();
@@ -191,7 +191,7 @@ TEST(SeveralForwards, ACheckpointedUnitAppliedTwiceIsReducedAfterItsLastUse) {
     return x.pow(2).mean();
   };
   for (const auto strategy : test::kStrategies) {
-    ebb::test::spawn_ranks(2, [&](const auto& group) {
+    test::at_world_sizes([&](const auto& group) {
       auto chain = make_chain(3, kWide);
       auto plain = make_chain(3, kWide);
       const auto late = std::make_shared<LateCommunicator>(group);
@@ -202,7 +202,8 @@ TEST(SeveralForwards, ACheckpointedUnitAppliedTwiceIsReducedAfterItsLastUse) {
         const auto reduced = model.stats().reduces;
         run(chain, batch(group->rank(), step, kWide), true).backward();
         EXPECT_EQ(model.stats().reduces - reduced, 3);
-        backward_of_all_ranks(*plain, 2, [&](int rank) { return run(plain, batch(rank, step, kWide), false); });
+        backward_of_all_ranks(
+            *plain, group->size(), [&](int rank) { return run(plain, batch(rank, step, kWide), false); });
         expect_gradients(model, *plain, 1e-5);
         optimizer.step();
         optimizer.zero_grad();
@@ -216,7 +217,7 @@ TEST(SeveralForwards, ACheckpointedUnitAppliedTwiceIsReducedAfterItsLastUse) {
 
 // facebookresearch/fairscale issue 617
 TEST(SeveralForwards, TwoBeforeOneBackwardAddUpAndReduceOnce) {
-  ebb::test::spawn_ranks(2, [](const auto& group) {
+  test::at_world_sizes([](const auto& group) {
     auto chain = make_chain(4);
     auto plain = make_chain(4);
     auto model =
@@ -225,7 +226,8 @@ TEST(SeveralForwards, TwoBeforeOneBackwardAddUpAndReduceOnce) {
     const auto second = loss_of(chain, group->rank(), 1);
     (first + second).backward();
     EXPECT_EQ(model.stats().reduces, 4);
-    backward_of_all_ranks(*plain, 2, [&](int rank) { return loss_of(plain, rank, 0) + loss_of(plain, rank, 1); });
+    backward_of_all_ranks(
+        *plain, group->size(), [&](int rank) { return loss_of(plain, rank, 0) + loss_of(plain, rank, 1); });
     expect_gradients(model, *plain, 1e-6);
   });
 }

@@ -17,7 +17,7 @@ using ::testing::HasSubstr;
 TEST(StepPhases, AnyOrderOfTrainingEvaluationAndScopesGivesTheSameValues) {
   for (const auto strategy : test::kStrategies) {
     for (const std::string dtype : {"fp32", "bf16"}) {
-      ebb::test::spawn_ranks(2, [&](const auto& group) {
+      test::at_world_sizes([&](const auto& group) {
         auto chain = make_chain(4);
         auto options = test::over(group, strategy);
         options.mixed_precision = mixed_precision(dtype);
@@ -71,7 +71,7 @@ TEST(StepPhases, AnyOrderOfTrainingEvaluationAndScopesGivesTheSameValues) {
 // PyTorch issue 131965
 TEST(StepPhases, AnEvaluationEndsWithinItsFramesAndReshardEmptiesThem) {
   for (const auto strategy : {Strategy::kFullShard, Strategy::kShardGradOp}) {
-    ebb::test::spawn_ranks(2, [&](const auto& group) {
+    test::at_world_sizes([&](const auto& group) {
       auto chain = make_chain(6);
       auto model = fully_shard(chain, test::over(group, strategy));
       const at::NoGradGuard no_grad;
@@ -92,7 +92,7 @@ TEST(StepPhases, AnEvaluationEndsWithinItsFramesAndReshardEmptiesThem) {
 TEST(StepPhases, AChildMayBeUsedBeforeTheRoot) {
   for (const auto strategy : test::kStrategies) {
     for (const bool child_backward : {false, true}) {
-      ebb::test::spawn_ranks(2, [&](const auto& group) {
+      test::at_world_sizes([&](const auto& group) {
         auto chain = make_chain(4);
         auto plain = make_chain(4);
         auto options = test::over(group, strategy);
@@ -104,14 +104,15 @@ TEST(StepPhases, AChildMayBeUsedBeforeTheRoot) {
         const auto early = use_child(chain, group->rank());
         if (child_backward) {
           early.backward();
-          backward_of_all_ranks(*plain, 2, [&](int rank) { return use_child(plain, rank); });
+          backward_of_all_ranks(*plain, group->size(), [&](int rank) { return use_child(plain, rank); });
           expect_gradients(model, *plain);
           model.zero_grad();
           plain->zero_grad();
         }
         for (int step = 0; step < 2; ++step) {
           chain->forward(batch(group->rank())).pow(2).mean().backward();
-          backward_of_all_ranks(*plain, 2, [&](int rank) { return plain->forward(batch(rank)).pow(2).mean(); });
+          backward_of_all_ranks(
+              *plain, group->size(), [&](int rank) { return plain->forward(batch(rank)).pow(2).mean(); });
           expect_gradients(model, *plain);
           model.zero_grad();
           plain->zero_grad();
@@ -126,7 +127,7 @@ TEST(StepPhases, ABatchThatFailsOnAllRanksIsSkippedAndLeavesNothingUnsharded) {
   for (const auto strategy : test::kStrategies) {
     for (const bool in_backward : {false, true}) {
       for (const bool reset_by_hand : {false, true}) {
-        ebb::test::spawn_ranks(2, [&](const auto& group) {
+        test::at_world_sizes([&](const auto& group) {
           auto chain = make_chain(4);
           auto plain = make_chain(4);
           auto model = fully_shard(chain, test::over(group, strategy));
@@ -155,7 +156,8 @@ TEST(StepPhases, ABatchThatFailsOnAllRanksIsSkippedAndLeavesNothingUnsharded) {
             const auto loss = chain->forward(batch(group->rank(), step)).pow(2).mean();
             EXPECT_TRUE(at::equal(loss, plain->forward(batch(group->rank(), step)).pow(2).mean()));
             loss.backward();
-            backward_of_all_ranks(*plain, 2, [&](int rank) { return plain->forward(batch(rank, step)).pow(2).mean(); });
+            backward_of_all_ranks(
+                *plain, group->size(), [&](int rank) { return plain->forward(batch(rank, step)).pow(2).mean(); });
             expect_gradients(model, *plain);
             EXPECT_TRUE(strategy == Strategy::kNoShard || model.residency().held_bytes == 0);
             optimizer.step();
@@ -175,14 +177,14 @@ std::int64_t count(const std::vector<std::string>& events, const std::string& ev
 
 // FSDP2's set_reshard_after_forward
 TEST(Schedule, ReshardAfterForwardMayChangeBetweenSteps) {
-  ebb::test::spawn_ranks(2, [](const auto& group) {
+  test::at_world_sizes([](const auto& group) {
     auto chain = make_chain(5);
     auto plain = make_chain(5);
     auto options = test::over(group);
     options.frames = 1;
     options.prefetch = 0;
     auto model = fully_shard(chain, options);
-    backward_of_all_ranks(*plain, 2, [&](int rank) { return plain->forward(batch(rank)).sum(); });
+    backward_of_all_ranks(*plain, group->size(), [&](int rank) { return plain->forward(batch(rank)).sum(); });
     for (const bool reshard : {true, false, false, true}) {
       model.set_reshard_after_forward({"1", "2"}, reshard);
       model.engine().record_events(true);
@@ -203,7 +205,7 @@ TEST(Schedule, ReshardAfterForwardMayChangeBetweenSteps) {
 
 // FSDP2's set_modules_to_backward_prefetch
 TEST(Schedule, BackwardGathersAheadWhatItsListSays) {
-  ebb::test::spawn_ranks(2, [](const auto& group) {
+  test::at_world_sizes([](const auto& group) {
     auto chain = make_chain(6);
     auto plain = make_chain(6);
     auto options = test::over(group);
@@ -223,7 +225,7 @@ TEST(Schedule, BackwardGathersAheadWhatItsListSays) {
       }
       return gathers;
     };
-    backward_of_all_ranks(*plain, 2, [&](int rank) { return plain->forward(batch(rank)).sum(); });
+    backward_of_all_ranks(*plain, group->size(), [&](int rank) { return plain->forward(batch(rank)).sum(); });
     in_backward();
     model.zero_grad();
     const auto predicted = in_backward();

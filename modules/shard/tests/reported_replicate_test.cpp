@@ -49,7 +49,7 @@ struct TwoHeads : torch::nn::Module {
 
 // PyTorch issues 79171, 97030
 TEST(Replicas, AHeadThatIsNotInTheLossKeepsNoGradientInAnyStep) {
-  ebb::test::spawn_ranks(2, [](const auto& group) {
+  test::at_world_sizes([](const auto& group) {
     const auto make = [] { return std::make_shared<TwoHeads>(); };
     auto net = built(make);
     auto plain = built(make);
@@ -58,7 +58,8 @@ TEST(Replicas, AHeadThatIsNotInTheLossKeepsNoGradientInAnyStep) {
     torch::optim::SGD reference(plain->parameters(), 0.1);
     for (int step = 0; step < 6; ++step) {
       net->forward(batch(group->rank(), step)).first.pow(2).mean().backward();
-      backward_of_all_ranks(*plain, 2, [&](int rank) { return plain->forward(batch(rank, step)).first.pow(2).mean(); });
+      backward_of_all_ranks(
+          *plain, group->size(), [&](int rank) { return plain->forward(batch(rank, step)).first.pow(2).mean(); });
       EXPECT_FALSE(net->second->weight.grad().defined());
       expect_same_gradients(*net, *plain);
       optimizer.step();
@@ -108,7 +109,7 @@ TEST(Replicas, AnUnusedLayerDoesNotLetRanksDriftApart) {
 
 // PyTorch PR 187732
 TEST(Replicas, EveryWindowOfAccumulationIsReduced) {
-  ebb::test::spawn_ranks(2, [](const auto& group) {
+  test::at_world_sizes([](const auto& group) {
     auto chain = make_chain(3);
     auto plain = make_chain(3);
     auto model = replicate(chain, replicated_over(group));
@@ -129,8 +130,9 @@ TEST(Replicas, EveryWindowOfAccumulationIsReduced) {
       const auto now = group->traffic().calls_of(comm::Op::kAllReduce) - before;
       EXPECT_EQ(now, reductions == -1 ? now : reductions) << "window " << window;
       reductions = now;
-      backward_of_all_ranks(
-          *plain, 2, [&](int rank) { return loss_of(plain, rank, 2 * window) + loss_of(plain, rank, 2 * window + 1); });
+      backward_of_all_ranks(*plain, group->size(), [&](int rank) {
+        return loss_of(plain, rank, 2 * window) + loss_of(plain, rank, 2 * window + 1);
+      });
       expect_same_gradients(*chain, *plain, 1e-6);
       optimizer.step();
       optimizer.zero_grad();

@@ -117,7 +117,7 @@ void train_beside_one_process(const test::Group& group, Strategy strategy, const
 // PyTorch issue 83052
 TEST(TiedWeights, ABiasSharedByTwoUnitsTrainsAsUnsharded) {
   for (const auto strategy : test::kStrategies) {
-    ebb::test::spawn_ranks(2, [&](const auto& group) {
+    test::at_world_sizes([&](const auto& group) {
       train_beside_one_process<SharedBias>(group, strategy, wrap_by_name({"a", "b"}));
     });
   }
@@ -130,7 +130,7 @@ TEST(TiedWeights, ABiasSharedByTwoUnitsTrainsAsUnsharded) {
 // pytorch/torchtitan issue 2817, PyTorch PR 179532
 TEST(TiedWeights, AModuleUnderTwoUnitsTrainsAsUnsharded) {
   for (const auto strategy : test::kStrategies) {
-    ebb::test::spawn_ranks(2, [&](const auto& group) {
+    test::at_world_sizes([&](const auto& group) {
       for (const auto& wrap :
            {wrap_by_name({"a", "b"}), wrap_by_name({"a.shared", "a", "b"}), wrap_by_size(1), wrap_root()}) {
         train_beside_one_process<SharedModule>(group, strategy, wrap);
@@ -151,7 +151,7 @@ TEST(TiedWeights, ShardingOnePartAndThenTheOtherNamesTheSharedParameter) {
 
 // NVIDIA-NeMo/Automodel PR 2213, PR 2511; PyTorch PR 128076
 TEST(TiedWeights, ADeferredTieLivesThroughSavingAndLoading) {
-  ebb::test::spawn_ranks(2, [](const auto& group) {
+  test::at_world_sizes([](const auto& group) {
     const ShardOptions options{.mesh = comm::Mesh(group), .wrap = wrap_by_size(1)};
     const auto make = [] { return deferred_init([] { return std::make_shared<TiedHead>(); }); };
     auto deferred = built(make);

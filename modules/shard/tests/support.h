@@ -33,6 +33,14 @@ inline ShardOptions over(const std::shared_ptr<comm::Communicator>& group, Strat
   return {.mesh = comm::Mesh(group), .strategy = strategy, .wrap = wrap_everything()};
 }
 
+/// Runs `body` at one, two and four ranks, as spawn_ranks() does: for what must not depend on their number.
+template <class Body>
+void at_world_sizes(const Body& body) {
+  for (const int ranks : {1, 2, 4}) {
+    ebb::test::spawn_ranks(ranks, body);
+  }
+}
+
 /// The text of the exception that `action` throws, without the backtrace; "" when it throws none.
 template <class Action>
 std::string error_of(Action action) {

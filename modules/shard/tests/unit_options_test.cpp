@@ -56,7 +56,7 @@ TEST(UnitOptions, StrategiesMixedUnitByUnitGiveTheSameValues) {
 }
 
 TEST(UnitOptions, AUnitThatIsKeptAfterForwardIsGatheredOnce) {
-  ebb::test::spawn_ranks(2, [](const auto& group) {
+  test::at_world_sizes([](const auto& group) {
     auto chain = make_chain(5);
     auto options = test::over(group);
     options.frames = 1;
@@ -129,7 +129,7 @@ TEST(ReshardAfterForward, AnIntegerMustDivideTheRanks) {
 }
 
 TEST(Unshard, GathersAheadAndHoldsUntilReshard) {
-  ebb::test::spawn_ranks(2, [](const auto& group) {
+  test::at_world_sizes([](const auto& group) {
     auto chain = make_chain(4);
     auto model = fully_shard(chain, test::over(group));
     EXPECT_THAT(model.units(), ElementsAre("0", "1", "2", "3"));
@@ -148,7 +148,7 @@ TEST(Unshard, GathersAheadAndHoldsUntilReshard) {
 }
 
 TEST(Unshard, ChangesNoValue) {
-  ebb::test::spawn_ranks(2, [](const auto& group) {
+  test::at_world_sizes([](const auto& group) {
     const auto plain = train(group, test::over(group));
     expect_equal(train(group, test::over(group), 3, [](ShardedModel& model) { model.unshard({"1", "2"}); }), plain);
     expect_equal(
@@ -165,7 +165,7 @@ TEST(Unshard, ChangesNoValue) {
 }
 
 TEST(ReshardAfterBackward, OffKeepsTheUnitUntilItsShardIsWritten) {
-  ebb::test::spawn_ranks(2, [](const auto& group) {
+  test::at_world_sizes([](const auto& group) {
     auto chain = make_chain(4);
     auto model = fully_shard(chain, test::over(group));
     model.set_reshard_after_backward({"2"}, false);
@@ -178,7 +178,7 @@ TEST(ReshardAfterBackward, OffKeepsTheUnitUntilItsShardIsWritten) {
 }
 
 TEST(Prefetch, FollowsAnExplicitList) {
-  ebb::test::spawn_ranks(2, [](const auto& group) {
+  test::at_world_sizes([](const auto& group) {
     auto chain = make_chain(5);
     auto options = test::over(group);
     options.frames = 3;

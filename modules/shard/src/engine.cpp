@@ -279,8 +279,8 @@ void Engine::reset() {
   streams_.join_quietly();
   reducer_->abandon();
   stage_.abandon();
-  end_step();
   resident_.abandon();
+  end_step();
 }
 
 Residency Engine::residency() const {

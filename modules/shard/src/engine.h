@@ -111,6 +111,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void set_optimizer_in_backward(std::function<void(const std::string& name, at::Tensor& leaf)> function);
   /// Drops gradients that were accumulated without being reduced.
   void drop_unsynced();
+  /// What drop_unsynced() does to what is not under way. Cannot fail.
+  void forget_unsynced();
   void reset();
   Residency residency() const;
   ShardStats stats() const;

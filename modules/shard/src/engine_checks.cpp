@@ -16,8 +16,7 @@ void Engine::check_write(const FlatParameter& flat, const at::Tensor& written, c
           ? " is sharded and cannot be given other storage or another size; copy values into it with copy_() inside "
             "a ShardedModel::full_parameters() scope"
           : " is sharded and was written to outside a ShardedModel::full_parameters() scope of its unit; open one "
-            "(changes "
-            "then go to the shards), or, for an optimizer, build it on the ShardedModel's parameters()");
+            "(changes then go to the shards), or, for an optimizer, build it on the ShardedModel's parameters()");
 }
 
 // Frozen parameters have no hooks, no gradient and no part in reductions: one that is unfrozen later would stay as it is.

@@ -96,13 +96,22 @@ void Engine::set_optimizer_in_backward(std::function<void(const std::string& nam
 
 void Engine::drop_unsynced() {
   const std::lock_guard lock(mutex_);
+  TORCH_CHECK_VALUE(
+      !unfinished_,
+      "[zero_grad] a backward has not been finalized, whose gradients would come back; call "
+      "finalize_backward() first, or reset() to forget it");
   if (!armed_) {
     reducer_->drop_postponed();
   }
+  forget_unsynced();
+}
+
+void Engine::forget_unsynced() {
   for (auto& unit : units_) {
     for (auto& flat : unit->flats) {
       flat->unsynced = at::Tensor();
       flat->partial = at::Tensor();
+      flat->collected = false;
       for (auto& member : flat->members) {
         member.unsynced = false;
       }

@@ -76,8 +76,7 @@ struct FlatParameter {
   at::Tensor shard; ///< [shard_numel], without the key; the leaves are on the same bytes. With kNoShard the whole.
   at::Tensor flat_grad; ///< [shard_numel]; the members' grads are views of it. Undefined until the first backward.
   at::Tensor unsynced; ///< [padded_numel] in reduce_dtype: gradients of backwards that were not reduced.
-  at::Tensor
-      partial; ///< [shard_numel] in reduce_dtype: sums over the shard axis, not yet over the copies of the shard.
+  at::Tensor partial; ///< [shard_numel] in reduce_dtype: summed over the shard axis, not yet over copies.
   bool collected = false; ///< flat_grad has reduced gradients that the members do not show yet.
   // Inside a full-parameter scope.
   at::Tensor full; ///< [padded_numel] in master_dtype: the values, where the unit's frame does not hold them.

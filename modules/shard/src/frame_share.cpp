@@ -35,12 +35,23 @@ void ResidentSet::leave_share() {
     if (unit->frame && !unit->frame->extra) {
       if (unit->residence == Residence::kGathering) {
         share_->pool.lose(*unit->frame); // the transport may still be writing into it
+      } else {
+        mark_quietly(*unit);
       }
       share_->pool.give_back(std::move(*unit->frame));
       unit->frame.reset();
     }
   }
   std::erase(share_->sets, this);
+}
+
+// The other model's gathers come after all that this one has read. Called by destructors as well.
+void ResidentSet::mark_quietly(Unit& unit) noexcept {
+  try {
+    engine_.streams_.record(unit.frame->used);
+  } catch (const std::exception&) {
+    share_->pool.lose(*unit.frame); // a device that takes no more orders
+  }
 }
 
 bool ResidentSet::take_from_others() {

@@ -33,7 +33,6 @@ void FullParameters::close() {
 
 // Units by modules: those that hold a parameter of one of these, or of a module below, under any of its names.
 std::vector<int> Engine::scope_of(const FullParametersOptions& options) const {
-  std::vector<std::string> names;
   std::set<int> found;
   if (options.modules.empty()) {
     for (const auto& unit : units_) {
@@ -79,13 +78,25 @@ void Engine::begin_full_parameters(const FullParametersOptions& options) {
   drop_failed_backward();
   const auto units = scope_of(options);
   if (options.with_grads) {
+    streams_.join(Lane::kReduce);
     check_same_gradients(units);
   }
   const at::NoGradGuard no_grad;
   current_ = nullptr;
   resident_.drop_near_slices(); // the scope may change what they are copies of
-  for (const int index : units) {
-    open(*units_[index], options);
+  try {
+    for (const int index : units) {
+      open(*units_[index], options);
+    }
+  } catch (...) { // what is open already would go on showing the values of now
+    const OwnAccess own;
+    for (const int index : units) {
+      if (units_[index]->residence == Residence::kGathering) {
+        resident_.lose(*units_[index]);
+      }
+      close(*units_[index], {.writeback = false, .with_grads = options.with_grads});
+    }
+    throw;
   }
   resident_.release_gathers();
   for (const int index : units) { // last: after a lost rank there is no scope
@@ -129,8 +140,8 @@ void Engine::open_full(FlatParameter& flat, bool only_help, bool on_cpu) {
     return;
   }
   if (on_cpu && !memory.is_cpu()) {
+    resident_.give_back_full(flat); // first, as the copy may fail
     memory = memory.cpu();
-    resident_.give_back_full(flat);
   }
   flat.full = memory;
   const auto storage = c10::make_intrusive<PagedStorage>(flat.owner, PageKind::kFull, memory.nbytes(), memory.device());

@@ -72,7 +72,7 @@ GatherHook gather_packed(GatherCodec codec) {
       codec.pack && codec.unpack,
       "[gather_packed] expected a codec with pack and unpack, got one without; set both functions");
   return [codec = std::move(codec)](const ParameterGather& gather) -> std::unique_ptr<comm::Work> {
-    if (gather.again) {
+    if (gather.again || !gather.shard.is_floating_point()) {
       return gather_as_is(gather);
     }
     const auto mine = codec.pack(gather.shard);

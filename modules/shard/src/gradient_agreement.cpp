@@ -76,13 +76,30 @@ void GradientReducer::postpone() {
   clear_round();
 }
 
+// Reductions between copies that have not begun are left out: this rank waits for nothing that its peers do not owe it.
 void GradientReducer::drop_postponed() {
-  collect_all();
-  for (const auto& unit : engine_.units()) {
-    for (auto& flat : unit->flats) {
-      flat->collected = false;
-    }
+  if (in_flight_.empty() && releasing_.empty()) {
+    return;
   }
+  engine_.streams_.run(Lane::kReduce, [&] {
+    for (auto& reduction : in_flight_) {
+      for (const auto* works : {&reduction.works, &reduction.replica_works}) {
+        for (const auto& work : *works) {
+          if (work) {
+            work->wait();
+          }
+        }
+      }
+      reduction.outputs.clear();
+    }
+  });
+  std::move(in_flight_.begin(), in_flight_.end(), std::back_inserter(releasing_));
+  in_flight_.clear();
+  while (!releasing_.empty()) {
+    release_oldest();
+  }
+  engine_.stage_.finish_stores();
+  engine_.streams_.join(Lane::kReduce);
 }
 
 template <class Predicate>
@@ -189,7 +206,7 @@ void GradientReducer::abandon() {
     buffer = at::Tensor();
   }
   num_buffers_ = static_cast<std::int64_t>(free_buffers_.size());
-  engine_.drop_unsynced();
+  engine_.forget_unsynced();
   for (const auto& unit : engine_.units()) {
     for (auto& flat : unit->flats) {
       if (flat->requires_grad) {

@@ -275,7 +275,11 @@ void GradientReducer::launch(FlatParameter& flat, InFlight& reduction) {
     const GradientReduction request{
         unit.name, input, output, ranks, unit.whole ? engine_.divide_factor() : inner_divisor(flat), unit.whole};
     const auto& hook = engine_.options().comm_hook;
-    reduction.works.push_back(engine_.meter_.measure(hook ? hook(request) : reduce_as_is(request)));
+    auto work = hook ? hook(request) : reduce_as_is(request);
+    TORCH_CHECK_VALUE(
+        work, "[fully_shard] expected comm_hook to return a Work for unit '", unit.name,
+        "', got none; return what reduce_as_is() does when there is nothing of your own to wait for");
+    reduction.works.push_back(engine_.meter_.measure(std::move(work)));
   }
   reduction.outputs.push_back(std::move(output));
 }

@@ -23,7 +23,7 @@ struct FlatParameter;
 enum class PageKind {
   kUnsharded, ///< The parameters the model sees; has bytes only while its unit is resident.
   kShard, ///< This rank's shard; always has bytes. Known to the fallback because writes make gathered copies stale.
-  kFull, ///< In full precision, under the parameters of a mixed-precision model inside a full-parameter scope.
+  kFull, ///< Inside a full-parameter scope, in full precision or on the CPU: of a mixed model, or by offload_to_cpu.
 };
 
 /// Shared by a flat parameter and every storage that belongs to it. Views that a user keeps may outlive the engine;

@@ -260,8 +260,7 @@ void Reducer::check_promise() {
     TORCH_CHECK_VALUE(
         false, "[replicate] static_graph: '", broken,
         "' did not get as many gradients in this step as in the first; the promise holds for every step that reduces, "
-        "so "
-        "leave static_graph out for a model that changes");
+        "so leave static_graph out for a model that changes");
   }
 }
 

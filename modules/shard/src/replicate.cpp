@@ -49,7 +49,7 @@ std::string settings_of(const ReplicateOptions& options) {
       "replicate, buckets of ", options.bucket_bytes, ", first ", options.first_bucket_bytes, ", list [",
       options.bucket_bytes_list, "], delayed [", options.delayed_parameters, "] until '", options.delay_until,
       "', broadcast_buffers ", options.broadcast_buffers, ", skip_unused ", options.skip_unused, ", static_graph ",
-      options.static_graph);
+      options.static_graph, ", sync_module_states ", options.sync_module_states);
 }
 
 template <class Model>

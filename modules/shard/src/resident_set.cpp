@@ -165,13 +165,22 @@ void ResidentSet::start_gather(Unit& unit, Frame frame, bool prefetch) {
         near ? *unit.near_group : *unit.group, near};
     const auto& hook = engine_.options().gather_hook;
     const bool hooked = hook && !unit.whole && !gathers_exactly_;
-    return hooked ? hook(request) : gather_as_is(request);
+    auto work = hooked ? hook(request) : gather_as_is(request);
+    TORCH_CHECK_VALUE(
+        work, "[fully_shard] expected gather_hook to return a Work for unit '", unit.name,
+        "', got none; return what gather_as_is() does when there is nothing of your own to wait for");
+    return work;
   };
-  engine_.streams_.run(Lane::kGather, [&] {
-    for (auto& flat : unit.flats) {
-      unit.gathers.push_back(engine_.meter_.measure(begin(*flat)));
-    }
-  });
+  try {
+    engine_.streams_.run(Lane::kGather, [&] {
+      for (auto& flat : unit.flats) {
+        unit.gathers.push_back(engine_.meter_.measure(begin(*flat)));
+      }
+    });
+  } catch (...) {
+    lose(unit); // or its frame would pass for a gathered one
+    throw;
+  }
   check_invariant();
 }
 
@@ -212,6 +221,7 @@ void ResidentSet::finish_gather(Unit& unit) {
     engine_.streams_.record(unit.ready);
   });
   engine_.streams_.wait(unit.ready);
+  unit.use_unmarked = engine_.streams_.any(); // another model's lane may fill this frame next, read or not
   unit.residence = Residence::kResident;
   while (unreleased_.size() > kMaxUnreleased) {
     unreleased_.front()->release();
@@ -226,7 +236,18 @@ void ResidentSet::release_gathers() {
   unreleased_.clear();
 }
 
-void ResidentSet::reshard(Unit& unit) {
+void ResidentSet::lose(Unit& unit) {
+  if (unit.residence == Residence::kGathering) {
+    // The transport may still be writing into the frame: it goes with the works and does not come back to the pool.
+    unit.gathers.clear();
+    unit.residence = Residence::kResident;
+    share_->pool.lose(*unit.frame);
+    unit.own_memory = at::Tensor();
+  }
+  reshard(unit, /*keeps_near=*/false);
+}
+
+void ResidentSet::reshard(Unit& unit, bool keeps_near) {
   TORCH_INTERNAL_ASSERT(unit.pins == 0, "unit '", unit.name, "' is resharded while an operator uses it");
   if (unit.residence == Residence::kGathering) {
     finish_gather(unit);
@@ -239,7 +260,7 @@ void ResidentSet::reshard(Unit& unit) {
     unit.prefetched = false;
   }
   engine_.event("reshard", unit);
-  if (unit.near_group && engine_.current_pass() == Pass::kForward) {
+  if (keeps_near && unit.near_group && engine_.current_pass() == Pass::kForward) {
     keep_near_slice(unit);
   }
   mark_used(unit);
@@ -277,6 +298,9 @@ void ResidentSet::drop_near_slices() {
 }
 
 void ResidentSet::drop_near_slice(Unit& unit) {
+  if (unit.residence == Residence::kGathering) {
+    finish_gather(unit); // of that slice
+  }
   for (auto& flat : unit.flats) {
     if (flat->near_slice.defined()) {
       near_bytes_ -= static_cast<std::int64_t>(flat->near_slice.nbytes());
@@ -287,10 +311,6 @@ void ResidentSet::drop_near_slice(Unit& unit) {
 
 at::Tensor ResidentSet::gather_full(FlatParameter& flat) {
   auto memory = at::empty({flat.padded_numel}, at::TensorOptions().dtype(flat.master_dtype).device(flat.device));
-  const auto bytes = static_cast<std::int64_t>(memory.nbytes());
-  held_bytes_ += bytes;
-  kept_bytes_ += bytes;
-  peak_held_bytes_ = std::max(peak_held_bytes_, held_bytes_);
   engine_.streams_.follow(Lane::kGather);
   engine_.streams_.run(Lane::kGather, [&] {
     const auto shard = engine_.stage_.take(flat);
@@ -299,6 +319,10 @@ at::Tensor ResidentSet::gather_full(FlatParameter& flat) {
     work->release();
   });
   engine_.streams_.join(Lane::kGather);
+  const auto bytes = static_cast<std::int64_t>(memory.nbytes());
+  held_bytes_ += bytes;
+  kept_bytes_ += bytes;
+  peak_held_bytes_ = std::max(peak_held_bytes_, held_bytes_);
   return memory;
 }
 
@@ -315,14 +339,7 @@ void ResidentSet::abandon() {
       continue;
     }
     unit->pins = 0;
-    if (unit->residence == Residence::kGathering) {
-      // The transport may still be writing into the frame: it goes with the works and does not come back to the pool.
-      unit->gathers.clear();
-      unit->residence = Residence::kResident;
-      share_->pool.lose(*unit->frame);
-      unit->own_memory = at::Tensor();
-    }
-    reshard(*unit);
+    lose(*unit);
   }
 }
 

@@ -50,7 +50,10 @@ class ResidentSet {
   /// After the operators that have read the unit so far.
   void mark_used(Unit& unit);
   /// Gives the unit's memory back. It must not be pinned.
-  void reshard(Unit& unit);
+  /// `keeps_near`: an integer reshard_after_forward keeps its part for backward.
+  void reshard(Unit& unit, bool keeps_near = true);
+  /// After a failure: the unit's frame is given up if a gather was filling it, and the unit is sharded again.
+  void lose(Unit& unit);
   /// Frees what integer reshard_after_forward has kept: at the end of backward, and where the shard changes.
   void drop_near_slices();
   void drop_near_slice(Unit& unit);
@@ -83,6 +86,7 @@ class ResidentSet {
   bool take_from_others();
   bool give_up_one();
   void leave_share();
+  void mark_quietly(Unit& unit) noexcept;
   void start_gather(Unit& unit, Frame frame, bool prefetch);
   void order_before_gather(Unit& unit);
   void keep_near_slice(Unit& unit);

@@ -1,5 +1,7 @@
 #include "support.h"
 
+#include "support/forwarding_communicator.h"
+
 #include <sstream>
 
 namespace ebb::shard {
@@ -31,6 +33,46 @@ TEST(FullParameters, WritesGoToTheShardsOfAllRanks) {
     const at::NoGradGuard no_grad;
     EXPECT_EQ(subject.parameters()[0].second.min().template item<float>(), 2.5F);
   });
+}
+
+// A group whose all-gathers end with number `last`.
+class GathersEnd final : public ebb::test::ForwardingCommunicator {
+ public:
+  GathersEnd(std::shared_ptr<comm::Communicator> group, std::shared_ptr<int> left)
+      : ForwardingCommunicator(std::move(group)), left_(std::move(left)) {}
+  std::unique_ptr<comm::Work> all_gather(
+      const at::Tensor& output, const at::Tensor& input, std::string_view unit) override {
+    TORCH_CHECK((*left_)-- > 0, "no more gathers");
+    return ForwardingCommunicator::all_gather(output, input, unit);
+  }
+
+ private:
+  std::shared_ptr<int> left_;
+};
+
+TEST(FullParameters, AScopeThatCannotOpenIsUndone) {
+  for (const bool on_cpu : {false, true}) {
+    const auto left = std::make_shared<int>(1000);
+    const auto group = std::make_shared<GathersEnd>(comm::single(), left);
+    auto chain = make_chain(4);
+    auto plain = make_chain(4);
+    auto model = fully_shard(chain, {.mesh = comm::Mesh(group), .wrap = wrap_everything()});
+    const auto x = at::ones({1, 8});
+    const auto step = [&](torch::nn::Sequential& net) { net->forward(x).sum().backward(); };
+    step(chain);
+    step(plain);
+    *left = 2; // two of four units
+    EXPECT_THAT(
+        error_of([&] { (void)model.full_parameters({.offload_to_cpu = on_cpu, .with_grads = true}); }),
+        HasSubstr("no more gathers"));
+    *left = 1000;
+    EXPECT_EQ(model.residency().held_bytes, 0) << on_cpu;
+    torch::optim::SGD(model.parameters(), 0.1).step();
+    torch::optim::SGD(plain->parameters(), 0.1).step();
+    EXPECT_TRUE(at::equal(chain->forward(x), plain->forward(x))) << on_cpu; // and not the values of the scope
+    auto scope = model.full_parameters();
+    scope.close();
+  }
 }
 
 TEST(FullParameters, WithoutWritebackChangesAreDropped) {

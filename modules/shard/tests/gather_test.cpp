@@ -63,6 +63,68 @@ TEST(GatherHook, TheDefaultHookChangesNothing) {
   }
 }
 
+TEST(GatherHook, OneThatThrowsLeavesNothingThatPassesForGathered) {
+  ebb::test::spawn_ranks(2, [](const auto& group) {
+    int gathers = 0;
+    int failing = -1;
+    auto options = test::over(group);
+    options.gather_hook = [&](const ParameterGather& gather) {
+      TORCH_CHECK(gathers++ != failing, "no gather today");
+      return gather_as_is(gather);
+    };
+    auto chain = make_chain(4);
+    auto plain = make_chain(4);
+    auto model = fully_shard(chain, options);
+    const auto x = gather_batch(0, 0);
+    const auto expected = plain->forward(x);
+    const at::NoGradGuard no_grad;
+    for (int step = 0; step < 2; ++step) { // without and with an order to prefetch by
+      for (int gather = 0; gather < 4; ++gather) {
+        gathers = 0;
+        failing = gather;
+        model.reset(); // gathers all of them again
+        EXPECT_THAT(error_of([&] { chain->forward(x); }), HasSubstr("no gather today")) << gather;
+        failing = -1;
+        EXPECT_TRUE(at::equal(chain->forward(x), expected)) << gather;
+      }
+    }
+  });
+}
+
+TEST(GatherHook, WithoutAWorkIsNamed) {
+  auto options = test::over(comm::single());
+  options.gather_hook = [](const ParameterGather&) -> std::unique_ptr<comm::Work> { return nullptr; };
+  auto chain = make_chain(2);
+  auto model = fully_shard(chain, options);
+  EXPECT_THAT(
+      error_of([&] {
+        chain->forward(at::ones({1, 8}));
+      }),
+      HasSubstr("expected gather_hook to return a Work for unit '0', got none"));
+  auto reducing = test::over(comm::single());
+  reducing.comm_hook = [](const GradientReduction&) -> std::unique_ptr<comm::Work> { return nullptr; };
+  auto other = make_chain(2);
+  auto reduced = fully_shard(other, reducing);
+  EXPECT_THAT(
+      error_of([&] {
+        other->forward(at::ones({1, 8})).sum().backward();
+      }),
+      HasSubstr("expected comm_hook to return a Work for unit '1', got none"));
+}
+
+TEST(GatherCodec, LeavesIntegersAsTheyAre) {
+  ebb::test::spawn_ranks(2, [](const auto& group) {
+    struct Tabled : torch::nn::Module {
+      Tabled() : table(register_parameter("table", at::arange(1000, 1100), /*requires_grad=*/false)) {}
+      at::Tensor table;
+    } tabled;
+    auto options = test::over(group);
+    options.gather_hook = gather_packed(int8_codec());
+    auto model = fully_shard(tabled, options);
+    EXPECT_TRUE(at::equal(tabled.table + 0, at::arange(1000, 1100)));
+  });
+}
+
 TEST(GatherHook, UsersCanWriteTheirOwn) {
   for (const int ranks : {2, 4}) {
     ebb::test::spawn_ranks(ranks, [](const auto& group) {

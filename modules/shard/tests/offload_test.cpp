@@ -283,6 +283,34 @@ TEST(Offload, AnyCopyOfAStepMayFailAndTheNextStepWorks) {
   }
 }
 
+TEST(Offload, AllCopiesOfAStepMayFailFromAnyOneOnAndTheNextStepWorks) {
+  auto copies = std::make_shared<std::atomic<int>>(0);
+  auto failing_from = std::make_shared<std::atomic<int>>(1'000'000);
+  auto chain = make_chain(3);
+  auto model = fully_shard(
+      chain, {.mesh = comm::Mesh(comm::single()),
+              .wrap = wrap_everything(),
+              .offload = OffloadPolicy{.tier = OffloadTier::kFile, .before_copy = [copies, failing_from] {
+                                         TORCH_CHECK((*copies)++ < *failing_from, "the disk is gone");
+                                       }}});
+  const auto step = [&] { chain->forward(at::ones({2, 8})).sum().backward(); };
+  step();
+  const auto expected = model.parameters().front().grad().clone();
+  const int all = *copies;
+  for (int copy = 0; copy < all; ++copy) {
+    model.zero_grad();
+    *copies = 0;
+    *failing_from = copy;
+    EXPECT_THAT(error_of(step), HasSubstr("the disk is gone")) << "copies from " << copy << " on of " << all;
+    EXPECT_EQ(error_of([&] { model.reset(); }), "") << copy;
+    *failing_from = 1'000'000;
+    EXPECT_EQ(model.residency().held_bytes, 0) << copy;
+    model.zero_grad();
+    step();
+    ASSERT_TRUE(at::equal(model.parameters().front().grad(), expected)) << "after failures from " << copy << " on";
+  }
+}
+
 TEST(Offload, ADeferredModelGoesStraightToTheTier) {
   std::vector<std::unique_ptr<Deferred<torch::nn::Linear>>> models;
   torch::manual_seed(4);

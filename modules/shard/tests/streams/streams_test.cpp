@@ -36,6 +36,8 @@ struct Training {
   bool host = false; ///< Whether the host may wait for the device.
   bool unshard = false; ///< Gathers a unit that is not used before its shard is written.
   bool fails = false; ///< A backward throws half way.
+  bool by_hand = false; ///< Backwards are finalized by a call.
+  std::function<void(ShardedModel&, bool last)> set = {}; ///< Before each of two backwards a step.
   bool own_stream = true; ///< Whether collectives run on a stream of the communicator's, or else on the current one.
 };
 
@@ -86,6 +88,21 @@ std::vector<Training> trainings() {
        .change = [](auto& o, const auto&) { o.mixed_precision = mixed_precision("bf16"); },
        .scope = true},
       {.name = "offload", .change = [](auto& o, const auto&) { offload(o); }, .host = true},
+      {.name = "packed_gathers",
+       .change = [](auto& o, const auto&) { o.gather_hook = gather_packed(bf16_codec()); },
+       .ranks = 2},
+      {.name = "backward_post",
+       .change = [](auto& o, const auto&) { o.backward_prefetch = BackwardPrefetch::kBackwardPost; }},
+      {.name = "not_the_last_backward", .set = [](auto& model, bool last) { model.set_is_last_backward(last); }},
+      {.name = "by_hand", .by_hand = true, .set = [](auto&, bool) {}},
+      {.name = "many_reductions", .set = [](auto& model, bool) { model.set_reduce_scatter_max_input_buffers(3); }},
+      {.name = "no_all_reduce",
+       .change = [](auto& o, const auto& g) { o.mesh = comm::Mesh::replicate_by_shard(g, 2, 2); },
+       .ranks = 4,
+       .set = [](auto& model, bool last) { model.set_requires_all_reduce(last); }},
+      {.name = "kept_storage",
+       .evaluate = true,
+       .set = [](auto& model, bool) { model.set_keep_unsharded_storage(model.units(), true); }},
       {.name = "offload_all",
        .change =
            [](auto& o, const auto&) {
@@ -126,6 +143,7 @@ std::vector<at::Tensor> train(const Training& how, Group group, RecordedDevice* 
       leaf.mutable_grad() = at::Tensor();
     });
   }
+  model.set_manual_backward_finalization(how.by_hand);
   std::vector<at::Tensor> results;
   for (int step = 0; step < kStreamSteps; ++step) {
     if (how.evaluate) {
@@ -145,8 +163,16 @@ std::vector<at::Tensor> train(const Training& how, Group group, RecordedDevice* 
       subject.parameters()[half].second.remove_hook(hook);
       model.reset();
     }
+    if (how.set) {
+      how.set(model, /*last=*/false);
+      subject.loss(step + 300, group->rank()).backward();
+      how.set(model, /*last=*/true);
+    }
     auto loss = subject.loss(step, group->rank());
     loss.backward();
+    if (how.by_hand) {
+      model.finalize_backward().wait();
+    }
     results.push_back(loss.detach().clone());
     if (how.unshard) {
       (void)model.unshard({model.units()[1]});

@@ -100,7 +100,7 @@ struct ShardOptions {
   /// Makes the memory that all-gathers fill and reductions read: at least `bytes` of uint8, contiguous, on `device`. By
   /// default that of LibTorch's allocator. For memory that the transport knows, of a NCCL group's allocator or symmetric
   /// memory (FSDP2's set_allocate_memory_from_process_group_for_comm() and set_symm_mem_for_comm()). Called when frames
-  /// and buffers are first needed, then no more.
+  /// and buffers are first needed, and for what is gathered beyond them: by unshard(), in a scope, for one operator.
   CommAllocator comm_allocator = {};
   /// Where to put shards, frames and buffers; by default where the model is. A model that is too large for the device is
   /// moved there shard by shard. The model's parameters and buffers are on this device afterwards; those that are ignored
@@ -209,7 +209,8 @@ class ShardedModel {
   double clip_grad_norm_(double max_norm, double norm_type = 2.0);
 
   /// Drops (or zeroes) the gradients of all shards, and drops what no_sync() has accumulated. An optimizer's own
-  /// zero_grad() sees the shards alone.
+  /// zero_grad() sees the shards alone. After set_is_last_backward(false) all ranks must call it alike.
+  /// @throws ValueError between a backward and its finalize_backward().
   void zero_grad(bool set_to_none = true);
 
   /// Gradient accumulation without communication: `{ auto scope = model.no_sync(); loss.backward(); }` for all
@@ -231,7 +232,7 @@ class ShardedModel {
   /// For several backwards a step, of micro-batches in a pipeline say. false: the end of a backward does not wait for
   /// the reductions it started, which go on meanwhile; the first backward after true waits for all of them, and gradients
   /// are on the shards after it. Keeps the recorded order of uses too, so that several forwards may come before their
-  /// backwards. All ranks must do the same.
+  /// backwards. All ranks must do the same, and nothing may read or write gradients in between, but for zero_grad() on all ranks.
   void set_is_last_backward(bool is_last);
   /// true: the end of a backward reduces nothing by itself beyond the units that are complete; finalize_backward() does.
   /// For a backward in parts (inputs first, weights later), whose units are then reduced once. @throws ValueError while a
@@ -256,7 +257,8 @@ class ShardedModel {
   /// false: the units stay gathered after backward, until their shards are written to. For several backwards a step.
   void set_reshard_after_backward(const std::vector<std::string>& units, bool reshard);
   /// true: the units have memory of their own, which is kept when they are resharded, so that their parameters are at the
-  /// same addresses each time. They stay gathered from forward to the end of backward, and in evaluation until their
+  /// same addresses each time. They stay gathered from forward to the end of backward (with kBackwardPost, to that of
+  /// their own), and in evaluation until their
   /// shards are written to.
   void set_keep_unsharded_storage(const std::vector<std::string>& units, bool keep);
   /// The next gather waits for `done` first, which then is dropped: for an optimizer that steps on another thread.
@@ -291,7 +293,7 @@ class ShardedModel {
   void reset_stats(); ///< Counts from zero again, and peaks from now.
 
   /// Gives back everything an interrupted step left behind: frames, partial gradients, collectives. Happens by itself at
-  /// the next forward after an exception. Collective in effect: all ranks of a failed step must do it.
+  /// the next forward after an exception in a backward; one in a forward leaves nothing to give back. Collective in effect: all ranks of a failed step must do it.
   void reset();
 
   std::int64_t num_parameters() const; ///< Of the unsharded model; tied parameters once.
@@ -308,7 +310,7 @@ class ShardedModel {
 
 /// Lets models that run in turns share their frames, as FSDP2's share_comm_ctx(): the memory for unsharded parameters is
 /// then that of the one with most frames times the largest unit of all, instead of the sum. A model that finds no free
-/// frame takes one that another has gathered and does not use. One device and one thread at a time. Between steps.
+/// frame takes one that another has gathered and does not use. Frames are made by the first model's comm_allocator. One device and one thread at a time. Between steps.
 /// @throws ValueError for models on different devices, and for one inside a full_parameters() scope.
 void share_frames(const std::vector<ShardedModel>& models);
 

@@ -13,8 +13,9 @@ namespace ebb::shard {
 /// One all-gather that a GatherHook is asked to make.
 struct ParameterGather {
   std::string unit;
-  at::Tensor
-      shard; ///< [n], this rank's part of one of the unit's flat parameters, in the shards' dtype. Not to be written.
+  /// [n], this rank's part of one of the unit's flat parameters, in the shards' dtype; when `again`, in the output's. Not
+  /// to be written.
+  at::Tensor shard;
   at::Tensor output; ///< [n x size()], all parts in rank order, in the dtype that operators see.
   comm::Communicator& group;
   /// `shard` is what an integer reshard_after_forward has kept: values that a gather has delivered before.
@@ -35,7 +36,7 @@ struct GatherCodec {
   std::function<at::Tensor(const at::Tensor& shard)> pack;
   std::function<void(const at::Tensor& packed, const at::Tensor& output)> unpack;
 };
-/// Gathers what `codec` makes of shards. The packed bytes are freed when they are unpacked. What was gathered so once is
+/// Gathers what `codec` makes of shards of floating dtype, and others as they are. The packed bytes are freed when they are unpacked. What was gathered so once is
 /// passed on as it is where a unit is gathered again within neighbours, so that backward sees forward's values.
 GatherHook gather_packed(GatherCodec codec);
 /// bfloat16: half the bytes of float32, rounded to 8 bits of mantissa.

@@ -22,7 +22,7 @@ struct MixedPrecision {
   std::optional<c10::ScalarType> param_dtype = {};
   /// Of gradients on their way: the reduction sums in it (half types are summed in float, then rounded).
   std::optional<c10::ScalarType> reduce_dtype = {};
-  /// Of buffers, converted once by fully_shard().
+  /// Of buffers, converted by fully_shard(). set_full_precision() converts them back; what was rounded stays rounded.
   std::optional<c10::ScalarType> buffer_dtype = {};
   /// To which ShardedModel::cast_output() converts.
   std::optional<c10::ScalarType> output_dtype = {};
@@ -34,7 +34,7 @@ struct MixedPrecision {
   /// Modules whose parameters and buffers keep their dtype.
   WrapPolicy keep_full = is_normalisation;
   /// Asked for each floating-point parameter, by its first name: a dtype replaces param_dtype, and keep_full, for it alone;
-  /// nothing leaves it as it is. The same on all ranks. Parameters of several dtypes in a unit are gathered one by one.
+  /// without one those decide. The same on all ranks. Parameters of several dtypes in a unit are gathered one by one.
   std::function<std::optional<c10::ScalarType>(const std::string& name, const at::Tensor& parameter)>
       param_dtype_override_fn = {};
 };

@@ -1,6 +1,7 @@
 #include "ebb/shard/comm_hook.h"
 
 #include "finished_work.h"
+#include "work_then.h"
 
 #include <torch/torch.h>
 
@@ -10,45 +11,21 @@ namespace ebb::shard {
 namespace {
 
 // A reduction of a rounded copy, copied back at wait().
-class Compressed final : public comm::Work {
- public:
-  Compressed(std::unique_ptr<comm::Work> work, at::Tensor narrow, at::Tensor output)
-      : work_(std::move(work)), narrow_(std::move(narrow)), output_(std::move(output)) {}
-  bool poll() override {
-    if (!work_->poll()) {
-      return false;
-    }
-    wait();
-    return true;
-  }
-  void wait() override {
-    work_->wait();
-    if (narrow_.defined()) {
-      const at::NoGradGuard no_grad;
-      output_.copy_(std::exchange(narrow_, at::Tensor()));
-    }
-  }
-  void release() override {
-    wait();
-    work_->release();
-  }
-
- private:
-  std::unique_ptr<comm::Work> work_;
-  at::Tensor narrow_;
-  at::Tensor output_;
-};
+std::unique_ptr<comm::Work> copied_back(std::unique_ptr<comm::Work> work, at::Tensor narrow, at::Tensor output) {
+  return std::make_unique<WorkThen>(
+      std::move(work), [narrow = std::move(narrow), output = std::move(output)] { output.copy_(narrow); });
+}
 
 CommHook compress(at::ScalarType dtype) {
   return [dtype](const GradientReduction& reduction) -> std::unique_ptr<comm::Work> {
     const auto input = reduction.input.to(dtype);
     if (reduction.whole) {
       auto work = reduction.group.all_reduce(input, comm::ReduceOp::kSum, reduction.divisor, reduction.unit);
-      return std::make_unique<Compressed>(std::move(work), input, reduction.output);
+      return copied_back(std::move(work), input, reduction.output);
     }
     const auto output = at::empty(reduction.output.sizes(), input.options());
     auto work = reduction.group.reduce_scatter(output, input, reduction.divisor, reduction.unit);
-    return std::make_unique<Compressed>(std::move(work), output, reduction.output);
+    return copied_back(std::move(work), output, reduction.output);
   };
 }
 

@@ -1,6 +1,7 @@
 #include "ebb/shard/gather_hook.h"
 
 #include "finished_work.h"
+#include "work_then.h"
 
 #include <torch/torch.h>
 
@@ -8,48 +9,6 @@
 
 namespace ebb::shard {
 namespace {
-
-// A gather of packed shards, unpacked at wait().
-class PackedGather final : public comm::Work {
- public:
-  PackedGather(
-      std::unique_ptr<comm::Work> work, at::Tensor packed, at::Tensor output, std::int64_t ranks,
-      std::function<void(const at::Tensor&, const at::Tensor&)> unpack)
-      : work_(std::move(work)),
-        packed_(std::move(packed)),
-        output_(std::move(output)),
-        ranks_(ranks),
-        unpack_(std::move(unpack)) {}
-  bool poll() override {
-    if (!work_->poll()) {
-      return false;
-    }
-    wait();
-    return true;
-  }
-  void wait() override {
-    work_->wait();
-    if (const auto packed = std::exchange(packed_, at::Tensor()); packed.defined()) {
-      const at::NoGradGuard no_grad;
-      const auto from = packed.view({ranks_, -1});
-      const auto to = std::exchange(output_, at::Tensor()).view({ranks_, -1});
-      for (std::int64_t rank = 0; rank < ranks_; ++rank) {
-        unpack_(from[rank], to[rank]);
-      }
-    }
-  }
-  void release() override {
-    wait();
-    work_->release();
-  }
-
- private:
-  std::unique_ptr<comm::Work> work_;
-  at::Tensor packed_;
-  at::Tensor output_;
-  std::int64_t ranks_;
-  std::function<void(const at::Tensor&, const at::Tensor&)> unpack_;
-};
 
 // Scales first, as many as there are blocks, then the numbers.
 struct Int8Parts {
@@ -81,8 +40,15 @@ GatherHook gather_packed(GatherCodec codec) {
         "' to return a contiguous tensor; return its contiguous()");
     auto all = at::empty({gather.group.size() * mine.numel()}, mine.options());
     auto work = gather.group.all_gather(all, mine.view({-1}), gather.unit);
-    return std::make_unique<PackedGather>(
-        std::move(work), std::move(all), gather.output, gather.group.size(), codec.unpack);
+    return std::make_unique<WorkThen>(
+        std::move(work),
+        [all = std::move(all), output = gather.output, ranks = gather.group.size(), unpack = codec.unpack] {
+          const auto from = all.view({ranks, -1});
+          const auto to = output.view({ranks, -1});
+          for (int rank = 0; rank < ranks; ++rank) {
+            unpack(from[rank], to[rank]);
+          }
+        });
   };
 }
 

@@ -92,16 +92,26 @@ void broadcast_from_rank0(const ModuleTree& tree, comm::Communicator& group) {
   }
   const at::NoGradGuard no_grad;
   std::unordered_set<const c10::TensorImpl*> done;
+  // Released, one behind: else the group would keep what peers may still be reading, beside the shards that replace it.
+  std::unique_ptr<comm::Work> last;
+  const auto broadcast = [&](const std::string& name, const at::Tensor& tensor) {
+    auto work = group.broadcast(tensor, 0, name);
+    work->wait();
+    if (last) {
+      last->release();
+    }
+    last = std::move(work);
+  };
   const auto send = [&](const std::string& name, const at::Tensor& tensor) {
     if (!tensor.defined() || tensor.numel() == 0 || !done.insert(tensor.unsafeGetTensorImpl()).second) {
       return;
     }
     const bool elsewhere = tensor.is_cpu() && !group.capabilities().cpu; // on its way to ShardOptions::device
     if (tensor.is_contiguous() && !elsewhere) {
-      group.broadcast(tensor.detach(), 0, name)->wait();
+      broadcast(name, tensor.detach());
     } else {
       auto copy = (elsewhere ? tensor.detach().to(at::kCUDA) : tensor.detach()).contiguous();
-      group.broadcast(copy, 0, name)->wait();
+      broadcast(name, copy);
       tensor.detach().copy_(copy);
     }
   };
@@ -112,6 +122,9 @@ void broadcast_from_rank0(const ModuleTree& tree, comm::Communicator& group) {
   }
   for (const auto& [name, tensor] : tree.buffers) {
     send(name, tensor);
+  }
+  if (last) {
+    last->release();
   }
 }
 

@@ -1,9 +1,7 @@
 #include "ebb/shard/deferred_init.h"
 
+#include "counted_memory.h"
 #include "support.h"
-
-#include <c10/core/Allocator.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <map>
 #include <memory>
@@ -11,34 +9,8 @@
 namespace ebb::shard {
 namespace {
 
+using test::CountedMemory;
 using test::Gpt;
-
-/// Live bytes of tensors that this thread allocates while it lives, and their peak.
-class CountedMemory {
- public:
-  CountedMemory() : counter_(std::make_shared<Counter>()), guard_(c10::DebugInfoKind::PROFILER_STATE, counter_) {}
-  std::int64_t now() const {
-    return counter_->now;
-  }
-  std::int64_t peak() const {
-    return counter_->peak;
-  }
-
- private:
-  struct Counter : c10::MemoryReportingInfoBase {
-    void reportMemoryUsage(void*, std::int64_t bytes, std::size_t, std::size_t, c10::Device) override {
-      now += bytes;
-      peak = std::max(peak, now);
-    }
-    bool memoryProfilingEnabled() const override {
-      return true;
-    }
-    std::int64_t now = 0;
-    std::int64_t peak = 0;
-  };
-  std::shared_ptr<Counter> counter_;
-  c10::DebugInfoGuard guard_;
-};
 
 /// As models do: layers initialise themselves, then the model initialises them again; it keeps tensors that it registers
 /// nowhere; computes some from others; and changes shapes and dtypes of what it has drawn.
@@ -164,7 +136,7 @@ TEST(DeferredInit, ConvertsInTheConstructor) {
 }
 
 TEST(DeferredInit, AllocatesNothingWhileItBuilds) {
-  const CountedMemory memory; // the first draw keeps the generator's state
+  CountedMemory memory; // the first draw keeps the generator's state
   auto deferred = deferred_init([] { return torch::nn::Linear(torch::nn::LinearOptions(3000, 2000).bias(false)); });
   const auto generator_state = at::globalContext().defaultGenerator(at::kCPU).get_state().nbytes();
   EXPECT_LE(memory.peak(), static_cast<std::int64_t>(2 * generator_state));
@@ -181,7 +153,7 @@ TEST(DeferredInit, MaterializesInNoMoreThanTheModelAndOneTensor) {
     model += static_cast<std::int64_t>(parameter.nbytes());
     largest = std::max(largest, static_cast<std::int64_t>(parameter.nbytes()));
   }
-  const CountedMemory memory;
+  CountedMemory memory;
   deferred.materialize();
   EXPECT_LE(memory.peak(), model + 2 * largest); // and a mask
 }
@@ -205,7 +177,7 @@ TEST(DeferredInit, ShardsInNoMoreThanTheShardAndTheLargestUnit) {
     for (const auto& parameter : deferred.model()->parameters()) {
       whole += static_cast<std::int64_t>(parameter.nbytes());
     }
-    const CountedMemory memory;
+    CountedMemory memory;
     auto model = ebb::fully_shard(deferred, {.mesh = comm::Mesh(group), .wrap = wrap_by_class({"Block"})});
     std::int64_t shards = 0;
     for (const auto& parameter : model.parameters()) {

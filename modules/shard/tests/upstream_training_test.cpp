@@ -1,3 +1,4 @@
+#include "counted_memory.h"
 #include "ebb/shard/checkpoint.h"
 
 #include "reported_support.h"
@@ -316,34 +317,6 @@ TEST(PureHalf, AModelConvertedBeforeShardingTrainsInItsDtype) {
   }
 }
 
-/// Live bytes of tensors that this thread has allocated since, and the most of them.
-class TensorBytes {
- public:
-  TensorBytes() : counter_(std::make_shared<Counter>()), guard_(c10::DebugInfoKind::PROFILER_STATE, counter_) {}
-  std::int64_t now() const {
-    return counter_->now;
-  }
-  /// The most since the last call.
-  std::int64_t peak() {
-    return std::exchange(counter_->peak, counter_->now);
-  }
-
- private:
-  struct Counter : c10::MemoryReportingInfoBase {
-    void reportMemoryUsage(void*, std::int64_t bytes, std::size_t, std::size_t, c10::Device) override {
-      now += bytes;
-      peak = std::max(peak, now);
-    }
-    bool memoryProfilingEnabled() const override {
-      return true;
-    }
-    std::int64_t now = 0;
-    std::int64_t peak = 0;
-  };
-  std::shared_ptr<Counter> counter_;
-  c10::DebugInfoGuard guard_;
-};
-
 // test_fully_shard_memory, test_fsdp_memory
 TEST(MemoryOfAStep, StaysUnderItsBoundInEveryPhaseAndIsGoneWithTheModel) {
   constexpr std::int64_t kWidth = 64;
@@ -356,15 +329,12 @@ TEST(MemoryOfAStep, StaysUnderItsBoundInEveryPhaseAndIsGoneWithTheModel) {
       // Inputs, outputs and what autograd and optimizers keep for a moment: small beside a unit.
       constexpr std::int64_t kSlack = kUnit / 2;
       const auto x = batch(group->rank(), 0, kWidth);
-      TensorBytes memory;
+      test::CountedMemory memory;
       {
         auto chain = make_chain(kDeep, kWidth);
         EXPECT_GE(memory.now(), kDeep * kUnit);
         auto model = fully_shard(chain, test::over(group)); // 2 frames and 1 for prefetch
-        if (ranks ==
-            1) { // else peers may still be reading what was broadcast: the group keeps it until later collectives
-          EXPECT_LE(memory.now(), shards + kSlack);
-        }
+        EXPECT_LE(memory.now(), shards + kSlack);
         torch::optim::SGD optimizer(model.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
         std::int64_t state = 0;
         for (int step = 0; step < 3; ++step) {

@@ -334,7 +334,8 @@ TEST(MemoryOfAStep, StaysUnderItsBoundInEveryPhaseAndIsGoneWithTheModel) {
         auto chain = make_chain(kDeep, kWidth);
         EXPECT_GE(memory.now(), kDeep * kUnit);
         auto model = fully_shard(chain, test::over(group)); // 2 frames and 1 for prefetch
-        EXPECT_LE(memory.now(), shards + kSlack);
+        // Among ranks the group may hold one tensor more, what was broadcast last, until it is called again.
+        EXPECT_LE(memory.now(), shards + (ranks > 1 ? kUnit : 0) + kSlack);
         torch::optim::SGD optimizer(model.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
         std::int64_t state = 0;
         for (int step = 0; step < 3; ++step) {
